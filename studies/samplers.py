@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakMethod
 
 import numpy as np
 import optuna
@@ -58,6 +59,39 @@ class SeededByTrial(BaseSampler):
 
     def _seeded(self, number: int) -> BaseSampler:
         return self._new(int(np.random.default_rng([self._seed, number]).integers(2**31)))
+
+
+class Chosen(BaseSampler):
+    """Gives a trial the parameters that its study has chosen, one by one as they are suggested."""
+
+    def __init__(self, choose: Callable[[], Mapping[str, Any]]) -> None:
+        # Weak: the stored study keeps its sampler, and must not keep surveys, which are as large as the model's weights.
+        self._choose = WeakMethod(choose)
+        self._parameters: Mapping[str, Any] | None = None
+
+    def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        """Forget the choice of the trial before. Called by Optuna before each trial."""
+        self._parameters = None
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """Return no parameters: none is sampled."""
+        return {}
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """Return no values."""
+        return {}
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """Return the chosen value."""
+        if self._parameters is None:
+            choose = self._choose()
+            assert choose is not None, "trials are asked for while the search runs"
+            self._parameters = choose()
+        return self._parameters[param_name]
 
 
 def tpe(seed: int, *, group: bool = False, num_random: int = 10) -> TPESampler:

@@ -3,30 +3,25 @@
 Our formulation. Before each trial, every promising rule is replayed on every draft of the pool. The error seen in earlier trials
 is removed from the predictions (`studies.prediction.residual`), and the candidate with the highest upper bound is measured. Among
 measured candidates, the best is the one with the highest corrected prediction on all surveyed sequences: the few prompts of a
-trial flatter the candidate that does best on them. Nothing here measures. Studies that search this way (`predicted`, `joint`)
-differ only in their pool, which may grow during the search.
+trial flatter the candidate that does best on them. Nothing here measures. The pool may grow during the search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakMethod
 
 import numpy as np
-import optuna
-from optuna.distributions import BaseDistribution
 
 from decoding.draft_length import RULES, DraftLengthRule
 from decoding.drafts import Draft
 from studies.contract import Candidate, TrialRecord, TrialState
-from studies.draft_space import declare_draft, draft_parameters
 from studies.measurement import Measurement
 from studies.prediction.contract import Prediction
 from studies.prediction.predictor import Predictor, usual_rules
 from studies.prediction.residual import Residual
-from studies.rule_space import draw_rule, near_rule, rule_parameters, suggest_rule
+from studies.rule_space import draw_rule, near_rule
 
 USUAL = 4
 """Number of the usual rules considered on each draft, by predicted speed-up."""
@@ -90,23 +85,21 @@ class GuidedSearch:
         """From now on choose candidates to be measured beside these."""
         self._pending = {each.key: self.predictor.predict(each.draft, each.draft_length) for each in pending}
 
-    def sampler(self) -> optuna.samplers.BaseSampler:
-        """Return a sampler that gives the next trial the parameters of the chosen candidate."""
-        return _Chosen(self._parameters)
+    def chosen(self) -> Candidate:
+        """Return the candidate to measure next."""
+        choice = self.choose()
+        assert choice is not None, "a study with nothing left to measure is finished"
+        return Candidate(draft=choice.prediction.draft, draft_length=choice.prediction.rule)
 
-    def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        """Return the chosen candidate, its parts as parameters of the trial, and notes on its prediction."""
-        draft = self._chosen().prediction.draft
-        declare_draft(trial, draft, self.predictor.survey.target.num_layers)
-        rule = suggest_rule(trial, self._rules, self.predictor.max_tokens)
-        prediction = self.predictor.predict(draft, rule)
+    def notes(self, candidate: Candidate) -> dict[str, Any]:
+        """Return notes on the prediction of a candidate."""
+        prediction = self.predictor.predict(candidate.draft, candidate.draft_length)
         (corrected,), _ = self._residual.corrected([prediction])
-        notes = {
+        return {
             "predicted_speedup": round(prediction.speedup, 4),
             "corrected_speedup": round(float(corrected), 4),
             "predicted_agreement": round(prediction.agreement, 4),
         }
-        return Candidate(draft=draft, draft_length=rule), notes
 
     def observe(self, record: TrialRecord) -> None:
         """Learn the error of a prediction from its trial."""
@@ -231,42 +224,3 @@ class GuidedSearch:
         if key in self._known or key in self._pending or behaviour in self._behaviours:
             return True
         return any((each.draft, each.replayed) == behaviour for each in self._pending.values())
-
-    def _chosen(self) -> Choice:
-        choice = self.choose()
-        assert choice is not None, "a study with nothing left to measure is finished"
-        return choice
-
-    def _parameters(self) -> dict[str, Any]:
-        chosen = self._chosen().prediction
-        parts = draft_parameters(chosen.draft, self.predictor.survey.target.num_layers)
-        return {**parts, **rule_parameters(chosen.rule, self.predictor.max_tokens)}
-
-
-class _Chosen(optuna.samplers.BaseSampler):
-    """Samples every parameter of a trial as it was chosen, one by one as `suggest_*` is called."""
-
-    def __init__(self, parameters: Callable[[], dict[str, Any]]) -> None:
-        # Weak: the stored study keeps its sampler, and must not keep the surveys, which are as large as the model's weights.
-        self._parameters = WeakMethod(parameters)
-
-    def infer_relative_search_space(
-        self, study: optuna.Study, trial: optuna.trial.FrozenTrial
-    ) -> dict[str, BaseDistribution]:
-        return {}
-
-    def sample_relative(
-        self, study: optuna.Study, trial: optuna.trial.FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        return {}
-
-    def sample_independent(
-        self,
-        study: optuna.Study,
-        trial: optuna.trial.FrozenTrial,
-        param_name: str,
-        param_distribution: BaseDistribution,
-    ) -> Any:
-        parameters = self._parameters()
-        assert parameters is not None, "trials are asked for while the search runs"
-        return parameters()[param_name]

@@ -1,121 +1,102 @@
-"""All kinds of drafts under one budget (our formulation): skip sets, exits, trained heads, quantised drafts, lookup.
+"""All kinds of drafts under one budget, by prediction (our formulation): many are rated without decoding, the best few measured.
 
-Each kind is rated by prediction, the best of each go into one pool, and a guided search measures the most promising of any
-kind. Exits and lookups are predicted within seconds, from one pass over the sequences, and are where a search begins; skip
-sets join as they are found. Kinds have no shares of the budget: a kind that is predicted to lose, and does so when first
-measured, is not measured again.
+Skip sets, exits, trained heads, quantised drafts and lookups are predicted; the best of each kind go into one pool, and
+`studies.prediction.guided` chooses which to measure, with which draft-length rule. Each trial corrects the other predictions. Exits
+and lookups are predicted within seconds, from one pass over the sequences, and are where a search begins. Skip sets are found by
+`studies.prediction.proposals` and join the pool: a search without a time limit rates all of them before its first trial, and one
+with a limit goes on rating between its trials for as long as these have taken, so that it has a result at any time. Kinds have no
+shares of the budget: one that is predicted to lose, and does so when first measured, is not measured again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+import math
+import time
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from typing import Any
 
-import torch
-from pydantic import Field
+import numpy as np
+import optuna
+from pydantic import Field, TypeAdapter
 
-from decoding.drafts import BitWidth, Draft, EarlyExit, Layers, LayerSkip
-from decoding.kernels.choice import check_quantised, kernel_for
-from decoding.target import Target
-from studies.contract import Problem, StudySetup
+from decoding.documents.strict_yaml import Document
+from decoding.drafts import BitWidth, Draft, LayerSkip, RealDraft
+from studies.contract import ORIGIN, Candidate, Problem, Study, StudySetup, TrialRecord
 from studies.costs.table import CostTable
+from studies.prediction.guided import GuidedSearch
+from studies.prediction.origins import method_of, origin_of
 from studies.prediction.pools import best_of, lookups, lookups_before, quantised, useful_precisions, with_trees
 from studies.prediction.predictor import Predictor
-from studies.searches.exits import check_exits, exits_with_head
-from studies.searches.predicted import PoolSource, Predicted, PredictedSettings
+from studies.prediction.survey import JoinedSurvey, Survey
+from studies.samplers import Chosen
+from studies.searches.rating import Rating
+from studies.space import Parameters, SpaceSettings
 
-DEFAULT_BITS: tuple[BitWidth, ...] = (8,)
-"""Precisions where quantised layers are fast. The whole model agrees with the target on 0.99 of the demo's positions in int8 and on
-0.92 in int4; on SmolLM2-135M on 0.99 and 0.89. Each precision is another copy of the weights and more passes to time."""
-
+PREPARING = 0.3
+"""Share of the search time after which no further draft is rated."""
+JOINED, ORIGINS, RATED_ALL = "joined", "origins", "rated_all"
+"""Notes of a trial: the drafts that joined the pool before it, their origins, and whether all skip sets had been rated."""
+KNOWN = "known before"
+"""Origin of a draft that was given as a candidate."""
 NUM_QUANTISED = 2
 """Number of exits that are tried quantised, too: each takes a pass over the sequences of its own."""
-
 NUM_TREES = 2
 """Number of drafts that trees are tried for at the beginning: each takes a recording of its own."""
 
-Kind = Literal["skip_set", "exit_head", "feature_head", "lookup"]
 
-
-def bits_on(device: torch.device, asked: tuple[BitWidth, ...] | None) -> tuple[BitWidth, ...]:
-    """Return the precisions to consider on `device`: those `asked` for, or if that is None, those that may pay there.
-
-    Raises `UnsupportedModelError` if some are asked for where none can run.
-    """
-    if asked is None:
-        return DEFAULT_BITS if kernel_for("int8", device).kernel is not None else ()
-    if asked:
-        check_quantised(device)
-    return asked
-
-
-class JointSettings(PredictedSettings):
+class JointSettings(SpaceSettings):
     """Settings of the joint search."""
 
-    kinds: tuple[Kind, ...] = Field(
-        ("skip_set", "exit_head", "feature_head", "lookup"),
-        min_length=1,
-        description="drafts to consider: skip sets (exits without a head included), exits with a head, the feature head if "
-        "`sdtune distill --head feature` has trained one, prompt lookup alone and before the others",
+    survey_tokens: int = Field(256, ge=1, description="tokens of the tuning sequences that skip sets are rated on")
+    pool_tokens: int = Field(
+        512, ge=1, description="tokens of the tuning sequences that drafts to measure are predicted on, survey included"
     )
-    exit_layers: Layers | None = Field(
-        None, min_length=1, description="exits to consider with a head; default: up to 12 of the model's"
+    num_surveyed: int | None = Field(
+        None, ge=1, description="skip sets to rate, about; default: 3 per sublayer of the model, at least 160"
     )
+    num_drafts: int = Field(8, ge=1, description="best unlike skip sets to measure, each with the rules that suit it")
     num_exits: int = Field(3, ge=1, description="exits in the pool with a head, and the same number without")
     num_lookups: int = Field(
         3, ge=1, description="lookups in the pool alone, and the same number before the best exits"
     )
-    trees: bool | None = Field(
-        None,
-        description="side leaves beside the best drafts that run the model, where they are predicted to pay; default: yes on a "
-        "CPU, no on a GPU, where none was measured",
-    )
-    bits: tuple[BitWidth, ...] | None = Field(
-        None,
-        description="precisions of quantised drafts: the whole model, and the best exits and skip sets; default: 8 on a CPU with "
-        "AVX-512 VNNI, none elsewhere",
-    )
-
-    def check(self, target: Target) -> None:
-        """Raise ValueError for an exit that the model does not have."""
-        check_exits(self.exit_layers, target)
-
-    def for_engine(self, rules: Sequence[str], *, quantises: bool) -> dict[str, Any]:
-        """Return the settings of chains that run whole blocks, in the precisions that the engine can make."""
-        changed = {**super().for_engine(rules, quantises=quantises), "trees": False}
-        return changed if quantises else {**changed, "bits": ()}
-
-    def wanted_heads(self, num_layers: int) -> tuple[int, ...]:
-        """Return the exit layers that need a distilled head."""
-        return exits_with_head(self.exit_layers, num_layers) if "exit_head" in self.kinds else ()
+    max_trials: int = Field(24, ge=1, description="trials at most")
+    patience: int = Field(8, ge=1, description="trials without a better draft after which the search ends")
 
     @property
-    def wants_feature_head(self) -> bool:
-        """True if feature heads are among the kinds."""
-        return "feature_head" in self.kinds
-
-    def wanted_bits(self, device: torch.device) -> tuple[BitWidth, ...]:
-        """Return the precisions of the quantised drafts to consider."""
-        if not {"skip_set", "exit_head"} & set(self.kinds):
-            return ()
-        return bits_on(device, self.bits)
+    def idle_limit(self) -> int | None:
+        """None: the guided search applies `patience` to expected speed-ups, not to measured ones."""
+        return None
 
 
-class JointSource(PoolSource):
-    """Exits, quantised drafts and lookups of the kinds that are asked for."""
+class PoolSource:
+    """Exits, quantised drafts and lookups of the kinds that are asked for; skip sets have to be searched for."""
 
     def __init__(self, problem: Problem, settings: JointSettings, costs: CostTable) -> None:
-        super().__init__(problem, settings, costs)
+        self.problem = problem
+        self.settings = settings
+        self.costs = costs
         self.rates_skip_sets = "skip_set" in settings.kinds
+        self.ends_at = math.inf
+        """When the share of preparing is spent, by `time.perf_counter`."""
+        self.remarks: list[str] = []
+        """What `first` left out."""
+
+    def has_time(self, seconds: float = 0.0) -> bool:
+        """Return True if the share of preparing lasts for as long."""
+        return time.perf_counter() + seconds < self.ends_at
 
     def exits(self) -> Collection[Draft]:
-        """Return all exits to consider."""
-        return [draft for group in self._exits() for draft in group]
+        """Return all exits to consider, to be surveyed in one pass."""
+        return [draft for group in self.settings.exits(self.problem) for draft in group]
 
     def first(self, predictor: Predictor) -> list[Draft]:
         """Return the best exits of each group, quantised drafts, the feature head, and the best lookups, alone and before these."""
-        best = [each for group in self._exits() for each in predictor.best_first(group)[: self.settings.num_exits]]
+        best = [
+            each
+            for group in self.settings.exits(self.problem)
+            for each in predictor.best_first(group)[: self.settings.num_exits]
+        ]
         has_time = self.has_time()
         best += predictor.best_first(self._quantised(best_of(best, NUM_QUANTISED) if has_time else [], predictor))
         best += predictor.best_first(self._feature_heads())
@@ -141,10 +122,7 @@ class JointSource(PoolSource):
 
     def _with_trees(self, drafts: Sequence[Draft], predictor: Predictor) -> list[Draft]:
         """Return the drafts whose side leaves are predicted to pay, with these."""
-        wanted = self.settings.trees
-        if wanted is None:
-            wanted = self.problem.target.device.type == "cpu"
-        return with_trees(predictor, drafts) if wanted and self.problem.target.checks.takes_trees else []
+        return with_trees(predictor, drafts) if self.settings.wants_trees(self.problem.target) else []
 
     def _quantised(self, exits: Sequence[Draft], predictor: Predictor) -> list[Draft]:
         """Return the whole model in the precisions that are useful on this text, and `exits` in these."""
@@ -162,29 +140,220 @@ class JointSource(PoolSource):
         draft = self.problem.feature_draft
         return [draft] if draft is not None and self.settings.wants_feature_head else []
 
-    def _exits(self) -> list[list[EarlyExit]]:
-        """Return the exits to consider: without a head, then with one."""
-        groups: list[list[EarlyExit]] = []
-        num_layers = self.problem.target.num_layers
-        if "skip_set" in self.settings.kinds:
-            groups.append([EarlyExit(exit_layer=layer) for layer in range(1, num_layers)])
-        if "exit_head" in self.settings.kinds:
-            wanted = self.settings.wanted_heads(num_layers)
-            groups.append([draft for layer, draft in self.problem.head_drafts.items() if layer in wanted])
-        return groups
+
+class PoolSurveys:
+    """The surveys on `survey_tokens` and on `pool_tokens` tokens of the tuning sequences, in whole batches."""
+
+    def __init__(self, problem: Problem, survey_tokens: int, pool_tokens: int) -> None:
+        self._problem = problem
+        self._first = self._sequences(0, survey_tokens)
+        self._more = self._sequences(self._first.stop, pool_tokens)
+
+    def first(self, exits: Iterable[Draft]) -> Survey:
+        """Return the survey of the first sequences; the states of `exits` are kept in the same pass."""
+        return self._survey(self._first, exits)
+
+    def extended(self, first: Survey, pool: Iterable[Draft]) -> Survey | JoinedSurvey:
+        """Return the survey `first` joined with further sequences; the states of exits in the pool are kept in the same pass."""
+        if not any(len(continuation) > 1 for continuation in self._problem.continuations[self._more]):
+            return first
+        return JoinedSurvey(first, self._survey(self._more, pool), self._first.stop)
+
+    def _sequences(self, start: int, num_tokens: int) -> slice:
+        """Return the sequences from `start` that reach `num_tokens` with those before: whole batches, at least one."""
+        lengths = np.cumsum([len(continuation) for continuation in self._problem.continuations])
+        size = self._problem.batch_size
+        num_batches = -(-(int(np.searchsorted(lengths, num_tokens)) + 1) // size)
+        return slice(start, min(max(start, num_batches * size), len(lengths)))
+
+    def _survey(self, sequences: slice, exits: Iterable[Draft]) -> Survey:
+        problem = self._problem
+        return Survey(
+            problem.target,
+            problem.prompts[sequences],
+            problem.continuations[sequences],
+            decoding=problem.decoding,
+            seed=problem.seed + sequences.start,
+            heads=problem.heads,
+            exits=exits,
+        )
 
 
-class Joint(Predicted):
+class KeptPool(Document):
+    """The first pool of a study, stored with it: costs measured again would lead to another pool."""
+
+    pool: tuple[RealDraft, ...]
+    origins: tuple[str, ...]
+    """Origin of each draft."""
+    rated_all: bool
+    """True if all skip sets had been rated before the first trial."""
+    costs: CostTable
+
+
+class Joint(Study):
     """A pool of every kind of draft, and a guided search over it."""
 
     name = "joint"
     Settings = JointSettings
-    Source = JointSource
+
+    def __init__(
+        self, problem: Problem, settings: JointSettings, costs: CostTable, kept: KeptPool | None = None
+    ) -> None:
+        super().__init__(problem, settings)
+        self.space = settings.space(problem)
+        self._known = [self.space.parameters(candidate) for candidate in settings.candidates]
+        self._costs = costs
+        self._source = PoolSource(problem, settings, costs)
+        surveys = PoolSurveys(problem, settings.survey_tokens, settings.pool_tokens)
+        begun = time.perf_counter()
+        survey = surveys.first(self._source.exits())
+        surveying = time.perf_counter() - begun
+        self._source.ends_at = math.inf if problem.seconds is None else begun + PREPARING * problem.seconds
+        self._predictor = self._new_predictor(survey)
+        """Predicts on the survey alone: for rating. The guided search has a predictor on more sequences."""
+        known = list(dict.fromkeys(candidate.draft for candidate in settings.candidates))
+        pool: Sequence[Draft] = (
+            kept.pool if kept else list(dict.fromkeys([*known, *self._source.first(self._predictor)]))
+        )
+        # A longer survey makes predictions better; a trial in its time makes a result.
+        of_pool = self._new_predictor(surveys.extended(survey, pool) if self._source.has_time(surveying) else survey)
+        self._search = GuidedSearch(pool, of_pool, settings.rules, seed=problem.seed, patience=settings.patience)
+        self._rating = Rating(
+            problem.target,
+            self._predictor,
+            whole_blocks=settings.whole_blocks,
+            num_surveyed=settings.num_surveyed,
+            is_over=not self._source.rates_skip_sets or (kept is not None and kept.rated_all),
+            precisions=partial(self._source.precisions, self._predictor),
+        )
+        self._num_trials, self._measured_seconds = 0, 0.0
+        self._rated_for: int | None = None
+        self._joined: list[Draft] = []
+        self._origins: dict[Draft, str] = {}
+        found = kept.origins if kept else [KNOWN if draft in known else origin_of(draft, None) for draft in pool]
+        self._note_origins(pool, found)
+        self._kept = kept or self._first_pool()
+
+    @classmethod
+    def create(cls, problem: Problem, settings: Any, kept: Any = None) -> Joint:
+        """Rate drafts until there is something to measure, or continue from `kept`.
+
+        Raises ValueError if the problem does not give costs.
+        """
+        if kept is not None:
+            stored = KeptPool.model_validate(kept)
+            return cls(problem, settings, stored.costs, stored)
+        if problem.costs is None:
+            raise ValueError(f"the study {cls.name} needs the costs of model passes")
+        return cls(problem, settings, problem.costs(settings.max_tokens))
 
     def setup(self) -> StudySetup:
-        """Return the setup; the space holds the exit heads that exist now."""
-        setup = super().setup()
-        heads: Any = {draft.head: draft.head_sha256 for draft in self.problem.head_drafts.values()}
-        if (feature := self.problem.feature_draft) is not None:
-            heads |= feature.files
-        return replace(setup, space={**setup.space, "head_files": heads})
+        """Return the setup; the sampler gives every parameter the value that the guided search chose."""
+        kept = self._kept.model_dump(mode="json")
+        identity = {**self.settings.identity(), **self.space.identity()}
+        return StudySetup(identity, Chosen(self._parameters), self._known, kept)
+
+    def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
+        """Return the candidate with the highest upper bound; the notes hold its prediction."""
+        self._rate_before_trial()
+        candidate = self.space.suggest(trial)
+        joined = {JOINED: _dumped(self._joined), ORIGINS: [self._origins[draft] for draft in self._joined]}
+        origin, notes = self._origins.get(candidate.draft, KNOWN), self._search.notes(candidate)
+        return candidate, {ORIGIN: origin, **notes, **joined, RATED_ALL: self._rating.is_over}
+
+    def observe(self, record: TrialRecord) -> None:
+        """Correct the predictions."""
+        joined = _DRAFTS.validate_python(record.notes[JOINED])
+        self._note_origins(joined, record.notes[ORIGINS])
+        self._search.add(joined)
+        self._rating.is_over |= record.notes[RATED_ALL]
+        self._joined = [draft for draft in self._joined if draft not in joined]
+        self._num_trials += 1
+        if record.measurement is not None and record.repeat_of is None:
+            samples = record.measurement.samples
+            self._measured_seconds += sum(sample.plain_seconds + sample.draft_seconds for sample in samples)
+        self._search.observe(record)
+
+    def proposes_beside(self, pending: Sequence[Candidate]) -> bool:
+        """Return True: the guided search chooses candidates unlike those that are measured now."""
+        self._search.propose_beside(pending)
+        return True
+
+    def finished(self) -> str | None:
+        """Return a reason if there is no draft to search, or the guided search's reason once nothing is left to rate."""
+        self._rate_before_trial()
+        ended = self._search.finished()
+        if ended is not None and self._rate(math.inf):
+            ended = self._search.finished()
+        if not self._search.pool:
+            return "there is no draft to search: no exit head was found, and no other kind is asked for"
+        return ended
+
+    def expected(self) -> dict[str, float]:
+        """Return the guided search's expectations: trials decode few prompts, and flatter the best on them."""
+        return self._search.expected()
+
+    def remarks(self) -> list[str]:
+        """Return what every method promised, the accuracy of the predictions, and what more trials might gain."""
+        if not self._search.pool:
+            return self._rating.remarks
+        return [*self._source.remarks, *self._rating.remarks, self._best_predictions(), *self._search.remarks()]
+
+    def _parameters(self) -> Parameters:
+        """Return the parameters of the chosen candidate."""
+        return self.space.parameters(self._search.chosen())
+
+    def _best_predictions(self) -> str:
+        """Return the best prediction of each method: where none promises a gain, the reader sees that all were tried."""
+        best = self._rating.best_by_method()
+        for draft in self._search.pool:
+            method, speedup = method_of(self._origins[draft]), self._predictor.best(draft).speedup
+            best[method] = max(speedup, best.get(method, 0.0))
+        listed = sorted(best.items(), key=lambda each: -each[1])
+        return f"best predictions: {', '.join(f'{method} {speedup:.2f}x' for method, speedup in listed)}"
+
+    def _first_pool(self) -> KeptPool:
+        """Return the pool before the first trial, after rating."""
+        self._rate_before_trial()
+        self._joined.clear()
+        pool = tuple(self._search.pool)
+        origins = tuple(self._origins[draft] for draft in pool)
+        return KeptPool(pool=pool, origins=origins, rated_all=self._rating.is_over, costs=self._costs)
+
+    def _rate_before_trial(self) -> None:
+        """Rate skip sets once per trial, for as long as trials have measured; without a time limit, to the end."""
+        if self._rated_for != self._num_trials:
+            self._rated_for = self._num_trials
+            self._rate(math.inf if self.problem.seconds is None else self._measured_seconds)
+
+    def _rate(self, seconds: float) -> bool:
+        """Rate skip sets until rating has taken `seconds` in all, and add the best to the pool. Return True if any was rated."""
+        if self.problem.seconds is not None:
+            seconds = min(seconds, PREPARING * self.problem.seconds)
+        any_rated = self._rating.rate(seconds, self._search.pool)
+        if any_rated and self._rating.is_under_way:
+            for draft in self._rating.worth_measuring(self._search.pool, self.settings.num_drafts):
+                joined = self._search.add(self._source.joining(draft, self._predictor))
+                self._note_origins(joined, [origin_of(each, self._rating.origin(draft)) for each in joined])
+                self._joined += joined
+        return any_rated
+
+    def _note_origins(self, drafts: Sequence[Draft], origins: Sequence[str]) -> None:
+        self._origins |= zip(drafts, origins, strict=True)
+
+    def _new_predictor(self, survey: Survey | JoinedSurvey) -> Predictor:
+        return Predictor(
+            survey,
+            self._costs,
+            max_tokens=self.settings.max_tokens,
+            decoding=self.problem.decoding,
+            batch_size=self.problem.batch_size,
+            accepts=self.problem.accepts,
+        )
+
+
+_DRAFTS: TypeAdapter[list[Any]] = TypeAdapter(list[Draft])
+
+
+def _dumped(drafts: Iterable[Draft]) -> Any:
+    return _DRAFTS.dump_python(list(drafts), mode="json")

@@ -30,7 +30,6 @@ class StudyEntry:
 
 STUDIES: dict[str, StudyEntry] = {
     "joint": StudyEntry("studies.searches.joint:Joint"),
-    "predicted": StudyEntry("studies.searches.predicted:Predicted"),
     "conf_layers": StudyEntry("studies.searches.conf_layers:ConfLayers"),
     "conf_layers_tuned": StudyEntry("studies.searches.conf_layers_tuned:ConfLayersTuned"),
     "exit_layer": StudyEntry("studies.searches.exit_layer:ExitLayer"),

@@ -23,7 +23,7 @@ from decoding.text import Ending
 from studies.contract import Problem
 from studies.prediction.origins import method_of, origin_of
 from studies.prediction.pools import is_same
-from studies.searches import joint, predicted
+from studies.searches import joint
 from studies.searches.joint import Joint, JointSettings
 from studies.searches.rating import NEAR_THE_BEST
 from studies.space import SpaceSettings
@@ -64,7 +64,7 @@ def test_quantised_exits_and_trees_are_surveyed_within_the_share_of_a_time_limit
     problem: Problem, monkeypatch: pytest.MonkeyPatch, seconds: float | None, exits: set[int | None]
 ) -> None:
     """The whole model takes one recording and is always tried; without a limit nothing is left out."""
-    monkeypatch.setattr(predicted, "PREPARING", 0.0)
+    monkeypatch.setattr(joint, "PREPARING", 0.0)
     with_trees = Mock(return_value=[])
     monkeypatch.setattr(joint, "with_trees", with_trees)
     study = Joint.create(replace(problem, seconds=seconds), JointSettings(**BOTH))

@@ -12,13 +12,13 @@ from decoding.decoder import plain_decoder
 from decoding.text import Ending
 from studies.contract import Candidate, Problem, Study, TrialRecord, TrialState
 from studies.limits import Limited
-from studies.searches.predicted import Predicted, PredictedSettings
+from studies.searches.joint import Joint, JointSettings
 from studies.searches.registry import STUDIES, create_study
 from tests.support.costs import made_up_costs
 from tests.support.records import measurement
 from tests.support.tiny import tiny_target
 
-SETTINGS = PredictedSettings(num_surveyed=40, max_tokens=6)
+SETTINGS = JointSettings(num_surveyed=40, max_tokens=6, bits=())
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ class Running:
 
 
 def test_a_guided_search_proposes_other_candidates_beside_the_running_ones(problem: Problem) -> None:
-    running = Running(Predicted.create(problem, SETTINGS))
+    running = Running(Joint.create(problem, SETTINGS))
     proposed = [running.propose() for _ in range(4)]
     assert len({each.key for each in proposed}) == 4
     running.end(2)
@@ -69,7 +69,7 @@ def test_a_guided_search_proposes_other_candidates_beside_the_running_ones(probl
 
 def test_what_ended_is_no_longer_running(problem: Problem) -> None:
     """One after another, the trials are those of a search that never had several."""
-    alone, beside = Running(Predicted.create(problem, SETTINGS)), Running(Predicted.create(problem, SETTINGS))
+    alone, beside = Running(Joint.create(problem, SETTINGS)), Running(Joint.create(problem, SETTINGS))
     first = alone.propose()
     assert beside.propose() == first
     assert beside.study.proposes_beside([first])
@@ -79,7 +79,7 @@ def test_what_ended_is_no_longer_running(problem: Problem) -> None:
 
 
 def test_running_trials_count_towards_the_limit_of_trials(problem: Problem) -> None:
-    limited = Limited(Predicted.create(problem, SETTINGS), max_trials=2)
+    limited = Limited(Joint.create(problem, SETTINGS), max_trials=2)
     running = Running(limited)
     first = running.propose()
     second = running.propose()

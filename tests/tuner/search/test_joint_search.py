@@ -12,7 +12,7 @@ from decoding.profile import DraftProfile
 from studies.contract import TrialRecord
 from studies.prediction.contract import Prediction
 from studies.prediction.proposals import Proposals
-from studies.searches.joint import JointSource
+from studies.searches.joint import PoolSource
 from tests.support.commands import SearchCommand
 from tests.support.stored_trials import stored_records
 
@@ -57,7 +57,7 @@ def test_stopped_search_goes_on_with_the_pool_it_had(run_joint: SearchCommand, m
         again()
         yield from ()
 
-    monkeypatch.setattr(JointSource, "first", again)
+    monkeypatch.setattr(PoolSource, "first", again)
     monkeypatch.setattr(Proposals, "rate", rate_again)
     result = run_joint("--trials", "4")
     assert result.exit_code == 0, result.output

@@ -52,8 +52,8 @@ def test_studies_beside_each_other_keep_their_surveys_at_a_time(config: SearchCo
         return plan(config.model_copy(update={"executor": executor, "study": study})).work.num_surveyed
 
     alone = surveyed("local", "joint")
-    assert surveyed("local", "joint", "predicted") == alone
-    assert surveyed("ray", "joint", "predicted") == 2 * alone
+    assert surveyed("local", "joint", "exit_layer") == alone
+    assert surveyed("ray", "joint", "exit_layer") == 2 * alone
     assert surveyed("ray", "joint", "conf_layers") == surveyed("local", "joint", "conf_layers"), "it keeps no survey"
 
 

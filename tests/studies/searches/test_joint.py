@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +25,6 @@ from studies.measurement import BatchTexts, Measurement
 from studies.prediction.pools import lookups
 from studies.prediction.skip_space import SkipSpace
 from studies.searches.joint import Joint, JointSettings
-from studies.searches.predicted import Predicted, PredictedSettings
 from studies.searches.registry import create_study
 from tests.support.costs import made_up_costs
 from tests.support.heads import write_heads
@@ -31,7 +32,8 @@ from tests.support.records import measurement, sample
 from tests.support.tiny import tiny_target
 
 NUM_LAYERS = 6
-SMALL: dict[str, Any] = {"num_surveyed": 40, "max_tokens": 6}
+SMALL: dict[str, Any] = {"num_surveyed": 40, "max_tokens": 6, "bits": ()}
+SKIP_SETS: dict[str, Any] = {**SMALL, "kinds": ("skip_set",), "trees": False}
 
 
 @pytest.fixture(scope="module")
@@ -71,32 +73,41 @@ def run(study: Study, trials: int, speed: Callable[[Candidate, dict[str, Any]], 
     return records
 
 
+def ended(study: Study, speedup: float) -> str:
+    """Run trials that all have this speed-up until the study ends, and return the reason."""
+    for _ in range(25):
+        if (reason := study.finished()) is not None:
+            return reason
+        run(study, 1, lambda candidate, notes: speedup)
+    raise AssertionError("it goes on")
+
+
 def as_predicted(candidate: Candidate, notes: dict[str, Any]) -> float:
     return float(notes["predicted_speedup"])
 
 
 def test_best_prediction_is_measured_first_and_no_candidate_twice(problem: Problem) -> None:
-    study = Predicted.create(problem, PredictedSettings(**SMALL))
+    study = Joint.create(problem, JointSettings(**SKIP_SETS))
     records = run(study, 8, as_predicted)
     predicted = [record.notes["predicted_speedup"] for record in records]
     assert predicted[0] >= max(predicted) * 0.97, "the first is the best, but for what its spread adds"
     assert len({record.candidate.key for record in records}) == 8
-    assert all(isinstance(record.candidate.draft, LayerSkip) for record in records)
+    assert all(record.candidate.draft.runs_model for record in records)
 
 
 def test_first_choice_beats_what_usual_searches_would_try_first(problem: Problem) -> None:
-    study = Predicted.create(problem, PredictedSettings(**SMALL))
+    study = Joint.create(problem, JointSettings(**SKIP_SETS))
     first = run(study, 1, as_predicted)[0].notes["predicted_speedup"]
-    odd = Predicted.create(
+    odd = Joint.create(
         problem,
-        PredictedSettings(**SMALL),
+        JointSettings(**SKIP_SETS),
         {**study.setup().kept, "pool": [LayerSkip.blocks((1, 3)).model_dump(mode="json")], "origins": ["the test"]},
     )
     assert first > run(odd, 1, as_predicted)[0].notes["predicted_speedup"]
 
 
 def test_trials_correct_the_predictions(problem: Problem) -> None:
-    study = Predicted.create(problem, PredictedSettings(**SMALL))
+    study = Joint.create(problem, JointSettings(**SKIP_SETS))
     records = run(study, 6, lambda candidate, notes: 0.8 * as_predicted(candidate, notes))
     last = records[-1].notes
     assert last["corrected_speedup"] == pytest.approx(0.8 * last["predicted_speedup"], rel=0.03)
@@ -104,8 +115,8 @@ def test_trials_correct_the_predictions(problem: Problem) -> None:
 
 
 def test_drafts_that_disappoint_are_left_for_others(problem: Problem) -> None:
-    study = Predicted.create(problem, PredictedSettings(**SMALL, patience=30))
-    favourite = run(Predicted.create(problem, PredictedSettings(**SMALL)), 1, as_predicted)[0].candidate.draft
+    study = Joint.create(problem, JointSettings(**SKIP_SETS, patience=30))
+    favourite = run(Joint.create(problem, JointSettings(**SKIP_SETS)), 1, as_predicted)[0].candidate.draft
 
     def speed(candidate: Candidate, notes: dict[str, Any]) -> float:
         return as_predicted(candidate, notes) * (0.6 if candidate.draft == favourite else 1.0)
@@ -116,36 +127,30 @@ def test_drafts_that_disappoint_are_left_for_others(problem: Problem) -> None:
 
 
 def test_it_ends_when_nothing_gets_better_or_after_the_trials_allowed(problem: Problem) -> None:
-    settings = PredictedSettings(**SMALL, patience=4)
-    study = Predicted.create(problem, settings)
+    settings = JointSettings(**SKIP_SETS, patience=4)
+    study = Joint.create(problem, settings)
     assert study.finished() is None
-    run(study, 6, lambda candidate, notes: 3.0)
-    ended = study.finished()
-    assert ended is not None
-    assert "no better candidate in 5 trials" in ended
-    patient = Predicted.create(problem, PredictedSettings(**SMALL, patience=99))
+    assert "no better candidate in 4 trials" in ended(study, 3.0)
+    patient = Joint.create(problem, JointSettings(**SKIP_SETS, patience=99))
     run(patient, 6, lambda candidate, notes: 3.0)
     assert "no better candidate" not in (patient.finished() or "")
-    run_out = create_study("predicted", problem, PredictedSettings(**SMALL, max_trials=3))
+    run_out = create_study("joint", problem, JointSettings(**SKIP_SETS, max_trials=3))
     run(run_out, 3, as_predicted)
     assert run_out.finished() == "3 trials done"
 
 
 def test_nothing_within_reach_ends_it(problem: Problem) -> None:
-    study = Predicted.create(problem, PredictedSettings(**SMALL, patience=99, rules=("fixed", "top_probability")))
+    study = Joint.create(problem, JointSettings(**SKIP_SETS, patience=99, rules=("fixed", "top_probability")))
     run(study, 1, as_predicted)
     assert study.finished() is None
-    run(study, 7, lambda candidate, notes: 0.5)
-    ended = study.finished()
-    assert ended is not None
-    assert ended.startswith("no candidate left is likely to beat")
+    assert ended(study, 0.5).startswith("no candidate left is likely to beat")
 
 
 def test_resumed_search_goes_on_as_it_would_have(problem: Problem) -> None:
-    settings = PredictedSettings(**SMALL)
-    study = Predicted.create(problem, settings)
+    settings = JointSettings(**SKIP_SETS)
+    study = Joint.create(problem, settings)
     records = run(study, 7, as_predicted)
-    again = Predicted.create(replace(problem, costs=None), settings, study.setup().kept)
+    again = Joint.create(replace(problem, costs=None), settings, study.setup().kept)
     for record in records[:4]:
         again.observe(record)
     following = run(again, 3, as_predicted)
@@ -153,32 +158,32 @@ def test_resumed_search_goes_on_as_it_would_have(problem: Problem) -> None:
 
 
 def test_rules_asked_for_are_the_only_ones(problem: Problem) -> None:
-    study = Predicted.create(problem, PredictedSettings(**SMALL, rules=("ada_edl", "fixed")))
+    study = Joint.create(problem, JointSettings(**SKIP_SETS, rules=("ada_edl", "fixed")))
     records = run(study, 8, as_predicted)
     assert {record.candidate.draft_length.rule for record in records} <= {"ada_edl", "fixed"}
-    everything = run(Predicted.create(problem, PredictedSettings(**SMALL, patience=99)), 20, as_predicted)
+    everything = run(Joint.create(problem, JointSettings(**SKIP_SETS, patience=99)), 20, as_predicted)
     assert len({record.candidate.draft_length.rule for record in everything}) >= 3 <= len(RULES)
 
 
 def test_forms_that_drop_a_token_are_searched_on_request(problem: Problem) -> None:
-    assert not {"ada_edl_published", "max_confidence"} & set(PredictedSettings().rules)
-    asked = PredictedSettings(**SMALL, rules=("ada_edl_published", "max_confidence"))
-    records = run(Predicted.create(problem, asked), 8, as_predicted)
+    assert not {"ada_edl_published", "max_confidence"} & set(JointSettings().rules)
+    asked = JointSettings(**SKIP_SETS, rules=("ada_edl_published", "max_confidence"))
+    records = run(Joint.create(problem, asked), 8, as_predicted)
     assert {record.candidate.draft_length.rule for record in records} == set(asked.rules)
 
 
 def test_costs_are_needed(problem: Problem) -> None:
     with pytest.raises(ValueError, match="needs the costs of model passes"):
-        Predicted.create(replace(problem, costs=None), PredictedSettings())
+        Joint.create(replace(problem, costs=None), JointSettings())
 
 
 def test_time_to_rate_is_limited_by_the_search_time(problem: Problem) -> None:
-    settings = PredictedSettings(num_surveyed=10_000, max_tokens=6)
-    study = Predicted.create(replace(problem, seconds=0.0), settings)
+    settings = JointSettings(**{**SKIP_SETS, "num_surveyed": 10_000})
+    study = Joint.create(replace(problem, seconds=0.0), settings)
     items, exits = len(SkipSpace.of(problem.target).items), NUM_LAYERS - 1
     assert study._search.pool, "there is something to measure whatever the time"
     assert study._rating.num_rated <= items + exits + 20
-    assert study._rating.num_rated < Predicted.create(problem, settings)._rating.num_rated
+    assert study._rating.num_rated < Joint.create(problem, settings)._rating.num_rated
 
 
 def test_with_a_time_limit_rating_goes_on_between_trials(with_heads: Problem) -> None:
@@ -210,7 +215,7 @@ def test_rating_ends_where_skip_sets_are_far_slower(problem: Problem) -> None:
     """Copies of a repetitive sequence cost almost nothing, so that no skip set of this model is as fast."""
     loop = tuple(index % 6 + 2 for index in range(40))
     repeating = replace(problem, prompts=(loop[:16],), continuations=(loop[16:],))
-    whole = Predicted.create(repeating, PredictedSettings(**SMALL))._rating.num_rated
+    whole = Joint.create(repeating, JointSettings(**SKIP_SETS))._rating.num_rated
     study = Joint.create(repeating, JointSettings(**SMALL, kinds=("skip_set", "lookup")))
     assert study._rating.is_over
     assert study._rating.num_rated < whole
@@ -218,15 +223,14 @@ def test_rating_ends_where_skip_sets_are_far_slower(problem: Problem) -> None:
 
 
 def test_patience_begins_anew_for_drafts_that_join(problem: Problem) -> None:
-    study = Predicted.create(problem, PredictedSettings(**SMALL, patience=3))
-    run(study, 5, lambda candidate, notes: 3.0)
-    assert study._search.finished() == "no better candidate in 4 trials"
+    study = Joint.create(problem, JointSettings(**SKIP_SETS, patience=3))
+    assert ended(study, 3.0) == "no better candidate in 3 trials"
     study._search.add([LayerSkip(skip_attention=(1,))])
     assert study._search.finished() is None
 
 
 def test_the_best_is_what_is_expected_not_what_a_trial_measured(problem: Problem) -> None:
-    study = Predicted.create(problem, PredictedSettings(**SMALL, patience=30))
+    study = Joint.create(problem, JointSettings(**SKIP_SETS, patience=30))
     lucky = 3
 
     def speed(candidate: Candidate, notes: dict[str, Any]) -> float:
@@ -242,7 +246,7 @@ def test_the_best_is_what_is_expected_not_what_a_trial_measured(problem: Problem
 
 
 def test_the_sampler_that_a_stored_study_keeps_does_not_keep_the_surveys(problem: Problem) -> None:
-    study = Predicted.create(problem, PredictedSettings(**SMALL))
+    study = Joint.create(problem, JointSettings(**SKIP_SETS))
     sampler, alive = study.setup().sampler, weakref.ref(study._predictor.survey)
     del study
     gc.collect()
@@ -350,7 +354,7 @@ def test_trials_of_batches_correct_the_predictions_for_batches(problem: Problem)
     """Trials measure two batches of two sequences at twice the predicted speed; the last sequence is left out."""
     assert problem.target.unbatchable_reason is None
     pairs = replace(problem, prompts=problem.prompts[:4], continuations=problem.continuations[:4], batch_size=2)
-    study = Predicted.create(pairs, PredictedSettings(**SMALL, survey_tokens=30, pool_tokens=80))
+    study = Joint.create(pairs, JointSettings(**SKIP_SETS, survey_tokens=30, pool_tokens=80))
     predictor = study._search.predictor
     assert predictor.survey.indices == (0, 1, 2, 3)
     assert len(study._predictor.survey.indices) == 2, "a whole batch, though less would do"
@@ -376,7 +380,7 @@ def test_trials_of_batches_correct_the_predictions_for_batches(problem: Problem)
 
 
 def test_joint_proposes_leaves_where_they_are_predicted_to_pay(with_heads: Problem) -> None:
-    settings = JointSettings(**SMALL, kinds=("exit_head",), bits=(), trees=True)
+    settings = JointSettings(**SMALL, kinds=("exit_head",), trees=True)
     study = Joint.create(with_heads, settings)
     trees = [draft for draft in study._search.pool if draft.parts.tree is not None]
     assert trees
@@ -385,3 +389,83 @@ def test_joint_proposes_leaves_where_they_are_predicted_to_pay(with_heads: Probl
     assert all("lea" in record.candidate.draft.describe() for record in run(study, 1, as_predicted))
     without = Joint.create(with_heads, settings.model_copy(update={"trees": False}))
     assert all(draft.parts.tree is None for draft in without._search.pool)
+
+
+CHOSEN = {
+    "all kinds": """
+        lookup (2-1, 4), then exit at 2, no head, 2 side leaves; fixed 1
+        lookup (2-1, 4), then exit at 2, no head, 2 side leaves; calibrated_thompson 6
+        lookup (3-1, 4), then exit at 2, no head, 2 side leaves; fixed 1
+        lookup (5-1, 4), then exit at 2, no head, 2 side leaves; fixed 1
+        lookup (3-1, 4), then exit at 2, no head, 2 side leaves; calibrated_thompson 6
+        exit at 2, no head, 2 side leaves; fixed 1
+        lookup (3-1, 4), then exit at 2, no head, 2 side leaves; beta_thompson 2
+    """,
+    "skip sets alone": """
+        exit at 2, no head, 2 side leaves; fixed 1
+        exit at 5, no head; fixed 3
+        exit at 2, no head, 2 side leaves; calibrated_thompson 6
+        exit at 5, no head; ada_edl 3
+        exit at 2, no head, 2 side leaves; fixed 2
+        exit at 2, no head, 2 side leaves; ada_edl 5
+        exit at 2, no head, 2 side leaves; fixed 3
+        exit at 4, no head; fixed 2
+        exit at 5, no head; fixed 4
+        exit at 5, no head; adaptive_exit 3
+        exit at 4, no head; ada_edl 2
+        exit at 4, no head; adaptive_exit 2
+        skip attention -, MLP 5; fixed 2
+        exit at 5, no head; adaptive_exit 3
+        exit at 4, no head; ada_edl 5
+        exit at 4, no head; adaptive_exit 4
+        exit at 2, no head, 2 side leaves; top_probability 6
+        exit at 2, no head, 2 side leaves; adaptive_exit 2
+        exit at 2, no head, 2 side leaves; ada_edl 2
+        exit at 2, no head, 2 side leaves; ada_edl 5
+    """,
+}
+"""What the search chose, trial by trial, before its candidates became points of one space."""
+
+
+@pytest.mark.parametrize("kinds", CHOSEN)
+def test_choices_are_those_that_were_recorded(with_heads: Problem, kinds: str) -> None:
+    asked = {"skip sets alone": {"kinds": ("skip_set",)}, "all kinds": {}}[kinds]
+    study = Joint.create(with_heads, JointSettings(**SMALL, **asked, patience=30))
+
+    def planted(candidate: Candidate, notes: dict[str, Any]) -> float:
+        luck = int.from_bytes(hashlib.sha256(candidate.key.encode()).digest()[:4], "big") / 2**32
+        return as_predicted(candidate, notes) * (0.9 + 0.2 * luck)
+
+    wanted = [line.strip() for line in CHOSEN[kinds].strip().splitlines()]
+    found = [each.candidate for each in run(study, len(wanted), planted)]
+    rules = [f"{each.draft.describe()}; {each.draft_length.rule} {each.draft_length.max_tokens}" for each in found]
+    assert rules == wanted
+    assert (study.finished() or "").startswith("no candidate left is likely to beat")
+
+
+def test_every_trial_has_its_parameters_and_they_have_importances(with_heads: Problem) -> None:
+    study = Joint.create(with_heads, JointSettings(**SMALL, patience=99))
+    stored = optuna.create_study(sampler=study.setup().sampler, direction="maximize")
+    for number in range(12):
+        trial = stored.ask()
+        candidate, notes = study.propose(trial)
+        assert study.space.suggest(optuna.trial.FixedTrial(trial.params)) == candidate
+        speedup = as_predicted(candidate, notes)
+        facts = {"study": "joint", "number": number, "state": TrialState.COMPLETE, "notes": notes}
+        study.observe(TrialRecord(candidate=candidate, measurement=measurement([speedup] * 5), **facts))
+        stored.tell(trial, speedup)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # few trials
+        importances = optuna.importance.get_param_importances(stored)
+    assert {"kind", "rule"} <= set(importances)
+
+
+def test_known_candidates_are_measured_first_and_join_the_pool(problem: Problem) -> None:
+    known = Candidate(draft=LayerSkip(skip_mlp=(2,)), draft_length=RULES["fixed"](rule="fixed", max_tokens=4))
+    study = Joint.create(problem, JointSettings(**SKIP_SETS, candidates=(known,)))
+    stored = optuna.create_study(sampler=study.setup().sampler)
+    for start in study.setup().starts:
+        stored.enqueue_trial(dict(start))
+    candidate, notes = study.propose(stored.ask())
+    assert (candidate, notes["origin"]) == (known, "known before")
+    assert known.draft in study._search.pool
