@@ -29,10 +29,17 @@ from decoding.drafts import LayerSkip, PublishedLeaves, compact_indices
 from decoding.target import Target
 from studies.confidence.confidences import MAX_WINDOW, ConfidenceName, Excerpt, block_scores
 from studies.confidence.selection import LAMBDA_STEP, Form, LambdaSchedule, Selection, growth_cap
-from studies.contract import ORIGIN, Candidate, Problem, Study, StudySettings, TrialRecord, TrialState
+from studies.contract import ORIGIN, Candidate, Problem, Study, StudySettings, StudySetup, TrialRecord, TrialState
 from studies.prediction.origins import Origin
+from studies.prediction.skip_space import SkipSpace
+from studies.rule_space import declare_rule, search_ranges
+from studies.samplers import Chosen
+from studies.space import Parameters, Space
 
 MANY_ACCEPTED = 4  # [code] the early stop asks for more accepted tokens per round than this
+MOST_MOVES = (
+    1000  # ours: range of lambda in Optuna, in steps from its start; the code moves by one or a few steps an iteration
+)
 MAX_TEXTS = 8  # ours: continuations that one iteration reads at most, where no set is large enough
 
 CHAIN_ONLY = (
@@ -112,12 +119,29 @@ class ConfLayers(Study):
         self._next: dict[ConfidenceName, _Iteration | None] = {settings.confidences[0]: _Iteration(odd, None)}
         self._num_iterations = 0
         self._good_enough: int | None = None
+        rule, blocks = settings.draft_length, SkipSpace.of(problem.target, whole_blocks=True)
+        self.space = Space(
+            problem.target, rules=(rule.rule,), max_tokens=rule.max_tokens, skips=blocks, trees=settings.tree
+        )
+
+    def setup(self) -> StudySetup:
+        """Return the setup; the sampler gives every parameter the value of this iteration."""
+        return StudySetup({**self.settings.identity(), **self.space.identity()}, Chosen(self._parameters))
 
     def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        """Return the skip set of this iteration; the notes hold what it was selected with."""
-        found = self._find_next()
-        assert found is not None, "`finished` says so"
-        confidence, iteration = found
+        """Return the skip set of this iteration; the notes hold what it was selected with.
+
+        The trial is asked for what led to the set, for each block that it may skip, and for the rule: Optuna so knows which matter.
+        """
+        settings = self.settings
+        trial.suggest_categorical("confidence", settings.confidences)
+        reach = MOST_MOVES * settings.lambda_step
+        trial.suggest_float("lambda", settings.lambda_start - reach, settings.lambda_start + reach)
+        trial.suggest_int("window", settings.window, settings.window)
+        trial.suggest_float("skip_ratio", settings.skip_ratio, settings.skip_ratio)
+        self.space.draft(trial)
+        declare_rule(trial, settings.draft_length)
+        confidence, iteration = self._this_iteration()
         skipped, lam = iteration.selection.skipped, iteration.selection.lam
         detail, notes = "odd blocks", dict[str, Any](confidence=confidence)
         # The odd blocks were not selected: no lambda led to them.
@@ -152,6 +176,25 @@ class ConfLayers(Study):
     def remarks(self) -> list[str]:
         """Return the remark that drafts are chains, unless they are trees."""
         return [] if self.settings.tree else [CHAIN_ONLY]
+
+    def _this_iteration(self) -> tuple[ConfidenceName, _Iteration]:
+        found = self._find_next()
+        assert found is not None, "`finished` says so"
+        return found
+
+    def _parameters(self) -> Parameters:
+        """Return this iteration as parameters of a trial."""
+        confidence, iteration = self._this_iteration()
+        settings, rule = self.settings, self.settings.draft_length
+        return {
+            "confidence": confidence,
+            "lambda": iteration.selection.lam,
+            "window": settings.window,
+            "skip_ratio": settings.skip_ratio,
+            **self.space.draft_parameters(skipping(iteration.selection.skipped, settings.tree)),
+            "rule": rule.rule,
+            **{f"{rule.rule}.{field}": getattr(rule, field) for field in search_ranges(type(rule), rule.max_tokens)},
+        }
 
     def _find_next(self) -> tuple[ConfidenceName, _Iteration] | None:
         """Return the next iteration: of the confidence whose turn it is, or of the next one that selects any block."""

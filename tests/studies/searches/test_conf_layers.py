@@ -269,3 +269,26 @@ def test_a_resumed_search_proposes_what_the_uninterrupted_one_would() -> None:
     for record in records:
         resumed.observe(TrialRecord.model_validate_json(record.model_dump_json()))
     assert _record(resumed, 5, 1.0).candidate == _record(whole, 5, 1.0).candidate
+
+
+def test_every_trial_has_what_led_to_its_set_and_what_it_skips_in_optuna() -> None:
+    """The odd blocks too, which no lambda led to: they have the first one. Importances know blocks, lambda and confidence."""
+    settings = ConfLayersSettings(confidences=("sublayer_entropy", "logit_lens_entropy"), skip_ratio=0.3)
+    study = ConfLayers(_problem(), settings)
+    stored = optuna.create_study(sampler=study.setup().sampler, direction="maximize")
+    for number in range(10):
+        trial = stored.ask()
+        candidate, notes = study.propose(trial)
+        skipped = [block for block in range(8) if trial.params[f"block.{block}"]]
+        assert candidate.draft == LayerSkip.blocks(skipped)
+        assert trial.params["lambda"] == notes.get("lambda", 0.0)
+        assert trial.params["confidence"] == notes["confidence"]
+        assert (trial.params["window"], trial.params["skip_ratio"]) == (32, 0.3)
+        assert (trial.params["rule"], trial.params["top_probability.threshold"]) == ("top_probability", 0.8)
+        assert study.space.draft(optuna.trial.FixedTrial(trial.params)) == candidate.draft
+        facts = {"study": study.name, "number": number, "candidate": candidate, "notes": notes}
+        study.observe(TrialRecord(state=TrialState.FAIL, **facts))
+        stored.tell(trial, float(len(skipped)))
+    importances = optuna.importance.get_param_importances(stored)
+    assert {"lambda", "confidence", "window", *(f"block.{block}" for block in range(1, 7))} <= set(importances)
+    assert sum(importance for name, importance in importances.items() if name.startswith("block.")) > 0.2
