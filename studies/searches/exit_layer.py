@@ -1,8 +1,7 @@
 """The search over exit layers: where to exit, with or without a head, and when to stop drafting.
 
-Our formulation, after the abstract of EESD (arXiv 2406.03853), from which the paper is known to us. A forecast orders all exits
-at the cost of one pass over the tuning sequences. Real decoding then measures the promising exits, their neighbours, and plain
-decoding.
+Our formulation, after the abstract of EESD (arXiv 2406.03853), from which the paper is known to us. Every exit is predicted, from one
+pass over the tuning sequences and the cost table. First come the promising exits, their neighbours and plain decoding. TPE then chooses among all exits and rules by the measured speed-up.
 """
 
 from __future__ import annotations
@@ -11,19 +10,17 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import optuna
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from decoding.draft_length import RULES, Fixed
-from decoding.drafts import EarlyExit, Layers, PlainDecoding
+from decoding.drafts import Draft, EarlyExit, Layers, PlainDecoding
 from decoding.target import Target
 from studies.contract import Candidate, Problem, Study, StudySettings, StudySetup, TrialRecord
-from studies.rule_space import DEFAULT_RULES, RuleNames, rule_parameters, rule_sampler, rules_within, suggest_rule
-from studies.searches.exit_forecast import ExitForecast, forecast_exits
-from studies.searches.exits import check_exits, exits_with_head
-
-NOTHING = "draft nothing"
-"""The choice of plain decoding, beside the exits."""
-KEPT_FORECASTS = "forecasts"
+from studies.prediction.contract import Prediction
+from studies.prediction.predictor import Predictor
+from studies.prediction.survey import Survey
+from studies.rule_space import DEFAULT_RULES, RuleNames, rule_sampler, rules_within
+from studies.space import Parameters, Space, default_exit_layers
 
 
 class ExitLayerSettings(StudySettings):
@@ -45,66 +42,79 @@ class ExitLayerSettings(StudySettings):
 
     def check(self, target: Target) -> None:
         """Raise ValueError for an exit that the model does not have."""
-        check_exits(self.exit_layers, target)
+        for exit_layer in self.exit_layers or ():
+            target.check_exit_layer(exit_layer)
 
     def wanted_heads(self, num_layers: int) -> tuple[int, ...]:
         """Return the exit layers that need a distilled head."""
-        return exits_with_head(self.exit_layers, num_layers) if "block" in self.heads else ()
+        return tuple(self.exit_layers or default_exit_layers(num_layers)) if "block" in self.heads else ()
+
+    def exits(self, problem: Problem) -> list[EarlyExit]:
+        """Return the exits to consider, without a head and with the heads that exist."""
+        exit_layers = self.exit_layers or tuple(range(1, problem.target.num_layers))
+        drafts = [EarlyExit(exit_layer=layer) for layer in exit_layers if "none" in self.heads]
+        if "block" in self.heads:
+            drafts += [problem.head_drafts[layer] for layer in exit_layers if layer in problem.head_drafts]
+        return drafts
 
 
 class ExitLayer(Study):
-    """TPE over exit, rule and the rule's parameters, starting from the best forecasts."""
+    """TPE over exit, rule and the rule's parameters, starting from the best predictions."""
 
     name = "exit_layer"
     Settings = ExitLayerSettings
 
-    def __init__(
-        self,
-        problem: Problem,
-        settings: ExitLayerSettings,
-        forecasts: Sequence[ExitForecast],
-    ) -> None:
+    def __init__(self, problem: Problem, settings: ExitLayerSettings, predictions: Sequence[Prediction]) -> None:
+        """`predictions` has the best prediction of each exit, the best first."""
         super().__init__(problem, settings)
-        self._forecasts = list(forecasts)
-        exits = promising(self._forecasts, settings.num_promising)
-        exits.sort(key=lambda each: (each.draft.exit_layer, each.draft.head is not None))
-        self._choices = {_name(each.draft): each for each in exits}
+        self._exits = settings.exits(problem)
+        self._predictions = {prediction.draft: prediction for prediction in predictions}
+        self.space = Space(problem.target, rules=settings.rules, max_tokens=settings.max_tokens, exits=self._exits)
         self._best: TrialRecord | None = None
 
     @classmethod
     def create(cls, problem: Problem, settings: Any, kept: Any = None) -> ExitLayer:
-        """Return the study with a forecast of every exit, or with the forecasts that were kept."""
-        if kept is not None:
-            return cls(problem, settings, _FORECASTS.validate_python(kept[KEPT_FORECASTS]))
-        drafts = _drafts(problem, settings)
-        return cls(problem, settings, forecast_exits(problem, drafts, settings.max_tokens) if drafts else [])
+        """Return the study with a prediction of every exit. Raises ValueError if the problem does not give costs."""
+        drafts = settings.exits(problem)
+        if not drafts:
+            return cls(problem, settings, [])
+        if problem.costs is None:
+            raise ValueError(f"the study {cls.name} needs the costs of model passes")
+        predictor = Predictor(
+            Survey(
+                problem.target,
+                problem.prompts,
+                problem.continuations,
+                decoding=problem.decoding,
+                seed=problem.seed,
+                heads=problem.heads,
+                exits=drafts,
+            ),
+            problem.costs(settings.max_tokens),
+            max_tokens=settings.max_tokens,
+            decoding=problem.decoding,
+            batch_size=problem.batch_size,
+            accepts=problem.accepts,
+        )
+        predictor.record(drafts)
+        return cls(problem, settings, predictor.best_first(drafts))
 
     def setup(self) -> StudySetup:
-        """Return the setup; the space holds the exit heads that exist now.
-
-        The forecasts are kept because their costs are measured: a second forecast might order the exits differently.
-        """
-        head_files = {draft.head: draft.head_sha256 for draft in _drafts(self.problem, self.settings) if draft.head}
-        return StudySetup(
-            space={**self.settings.identity(), "head_files": head_files},
-            sampler=rule_sampler(self.problem.seed),
-            starts=self._starts(),
-            kept={KEPT_FORECASTS: _FORECASTS.dump_python(self._forecasts, mode="json")},
-        )
+        """Return the setup; the space holds the exit heads that exist now."""
+        identity = {**self.settings.identity(), **self.space.identity()}
+        return StudySetup(identity, rule_sampler(self.problem.seed), self._starts())
 
     def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        """Return an exit, a rule and its parameters, as Optuna suggests them; the notes hold the forecast."""
-        choice = trial.suggest_categorical("exit", [NOTHING, *self._choices])
-        if choice == NOTHING:
-            return Candidate(draft=PlainDecoding(), draft_length=Fixed()), {}
-        forecast = self._choices[choice]
-        rule = suggest_rule(trial, self.settings.rules, self.settings.max_tokens)
-        notes = {
-            "predicted_speedup": round(forecast.speedup, 4),
-            "predicted_agreement": round(forecast.agreement, 4),
-            "predicted_acceptance": round(forecast.acceptance, 4),
+        """Return an exit, a rule and its parameters, as Optuna suggests them; the notes hold the prediction of the exit."""
+        candidate = self.space.suggest(trial)
+        predicted = self._predictions.get(candidate.draft)
+        if predicted is None:
+            return candidate, {}
+        return candidate, {
+            "predicted_speedup": round(predicted.speedup, 4),
+            "predicted_agreement": round(predicted.agreement, 4),
+            "predicted_acceptance": round(predicted.acceptance, 4),
         }
-        return Candidate(draft=forecast.draft, draft_length=rule), notes
 
     def proposes_beside(self, pending: Sequence[Candidate]) -> bool:
         """Return True: Optuna's TPE counts running trials as slow ones ("constant liar")."""
@@ -118,73 +128,50 @@ class ExitLayer(Study):
 
     def finished(self) -> str | None:
         """Return a reason if there is no exit to search."""
-        if self._forecasts:
+        if self._predictions:
             return None
         return "there is no exit to search: no head was found, and exits without a head are not asked for"
 
     def remarks(self) -> list[str]:
         """Return a remark if the best exit is at an edge of those considered and the model has exits beyond it."""
-        if self._best is None:
+        best = next((draft for draft in self._exits if self._best and draft == self._best.candidate.draft), None)
+        if best is None:
             return []
-        best = self._best.candidate.draft
-        draft = next((forecast.draft for forecast in self._forecasts if forecast.draft == best), None)
-        if draft is None:
-            return []
-        same_kind = [f.draft.exit_layer for f in self._forecasts if (f.draft.head is None) == (draft.head is None)]
+        same_kind = [draft.exit_layer for draft in self._exits if (draft.head is None) == (best.head is None)]
         edges = {min(same_kind): "lowest", max(same_kind): "highest"}
         of_model = (1, self.problem.target.num_layers - 1)
-        if draft.exit_layer not in edges or draft.exit_layer in of_model or len(same_kind) == 1:
+        if best.exit_layer not in edges or best.exit_layer in of_model or len(same_kind) == 1:
             return []
         return [
-            f"the best exit, {draft.exit_layer}, is the {edges[draft.exit_layer]} that was considered "
-            f"{'without a head' if draft.head is None else 'with a head'}: a better one may lie beyond (exit_layers)"
+            f"the best exit, {best.exit_layer}, is the {edges[best.exit_layer]} that was considered "
+            f"{'without a head' if best.head is None else 'with a head'}: a better one may lie beyond (exit_layers)"
         ]
 
-    def _starts(self) -> list[dict[str, Any]]:
-        """Return the best forecast, plain decoding, the other promising exits, then each rule's defaults on the best exit."""
-        best_first = sorted(self._choices.values(), key=lambda forecast: -forecast.speedup)
-        starts = [self._start(forecast) for forecast in best_first[: self.settings.num_promising]]
-        starts.insert(1, {"exit": NOTHING})
-        if best_first:
-            first = _name(best_first[0].draft)
-            rules = [RULES[name](rule=name) for name in self.settings.rules if name != "fixed"]
-            starts += [{"exit": first, **rule_parameters(rule, self.settings.max_tokens)} for rule in rules]
-        starts += [self._start(forecast) for forecast in best_first[self.settings.num_promising :]]
+    def _starts(self) -> list[Parameters]:
+        """Return the best prediction, plain decoding, the other promising exits, each rule's defaults on the best, neighbours."""
+        asked, best_first = self.settings.rules, list(self._predictions.values())
+        defaults = [RULES[name](rule=name) for name in asked]
+        candidates = [
+            Candidate(draft=each.draft, draft_length=each.rule if each.rule.rule in asked else defaults[0])
+            for each in promising(best_first, self._exits, self.settings.num_promising)
+        ]
+        others = [candidates[0].with_rule(rule) for rule in defaults if rule.rule != "fixed"] if candidates else []
+        count = self.settings.num_promising
+        plain = Candidate(draft=PlainDecoding(), draft_length=Fixed())
+        ordered = [*candidates[:1], plain, *candidates[1:count], *others, *candidates[count:]]
+        starts = [self.space.parameters(candidate) for candidate in ordered]
         return [start for index, start in enumerate(starts) if start not in starts[:index]]
 
-    def _start(self, forecast: ExitForecast) -> dict[str, Any]:
-        """Return the exit with its best forecast rule, or with the first of the settings' rules."""
-        rule = forecast.rule
-        if rule.rule not in self.settings.rules:
-            rule = RULES[self.settings.rules[0]](rule=self.settings.rules[0])
-        return {"exit": _name(forecast.draft), **rule_parameters(rule, self.settings.max_tokens)}
 
-
-def promising(forecasts: list[ExitForecast], count: int) -> list[ExitForecast]:
-    """Return the first `count` of forecasts sorted best first, and their neighbours among the exits of the same kind."""
-    chosen = forecasts[:count]
+def promising(best_first: Sequence[Prediction], exits: Sequence[EarlyExit], count: int) -> list[Prediction]:
+    """Return the first `count` predictions, then those of their neighbours among the exits with a head, or without, best first."""
+    chosen: set[Draft] = {prediction.draft for prediction in best_first[:count]}
+    near: set[Draft] = set()
     for has_head in (False, True):
-        kind = [forecast for forecast in forecasts if (forecast.draft.head is not None) == has_head]
-        by_layer = sorted(kind, key=lambda forecast: forecast.draft.exit_layer)
-        for index, forecast in enumerate(by_layer):
-            beside = by_layer[max(0, index - 1) : index + 2]
-            if forecast not in chosen and any(near in forecasts[:count] for near in beside):
-                chosen = [*chosen, forecast]
-    return chosen
-
-
-_FORECASTS = TypeAdapter(list[ExitForecast])
-
-
-def _drafts(problem: Problem, settings: ExitLayerSettings) -> list[EarlyExit]:
-    """Return the exits to consider, without a head and with the heads that exist."""
-    exit_layers = settings.exit_layers or tuple(range(1, problem.target.num_layers))
-    drafts = [EarlyExit(exit_layer=layer) for layer in exit_layers if "none" in settings.heads]
-    if "block" in settings.heads:
-        drafts += [problem.head_drafts[layer] for layer in exit_layers if layer in problem.head_drafts]
-    return drafts
-
-
-def _name(draft: EarlyExit) -> str:
-    """Return the exit as a value of a parameter, as Optuna's dashboard shows it."""
-    return f"layer {draft.exit_layer}, {'trained head' if draft.head else 'no head'}"
+        of_kind = sorted(
+            (each for each in exits if (each.head is not None) == has_head), key=lambda each: each.exit_layer
+        )
+        for index, draft in enumerate(of_kind):
+            if chosen & set(of_kind[max(0, index - 1) : index + 2]):
+                near.add(draft)
+    return [*best_first[:count], *(each for each in best_first[count:] if each.draft in near)]

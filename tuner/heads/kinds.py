@@ -12,7 +12,7 @@ from decoding.exit_heads import EXIT_SCHEMA, FEATURE_HEAD, FEATURE_SCHEMA, ExitF
 from decoding.target import DraftVocabulary, Target
 from decoding.target.exit_head import new_exit_head
 from decoding.target.feature_head import new_feature_head
-from studies.searches.exits import default_exit_layers
+from studies.space import default_exit_layers
 from tuner.config import DistillSettings
 from tuner.heads.evaluation import evaluate
 from tuner.heads.feature_training import evaluate_steps, train_unrolled

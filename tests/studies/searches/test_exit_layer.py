@@ -7,17 +7,21 @@ from typing import Any
 
 import optuna
 import pytest
-from optuna.distributions import CategoricalDistribution
 from pydantic import ValidationError
 
-from decoding.draft_length import DraftLengthRule, Fixed, RoundCosts, TopProbability
+from decoding.decode import Request
+from decoding.decoder import plain_decoder
+from decoding.draft_length import DraftLengthRule, Fixed, TopProbability
 from decoding.drafts import EarlyExit, PlainDecoding
 from decoding.target import Target
-from studies.contract import Candidate, Problem, Study, TrialState
+from decoding.text import Ending
+from studies.contract import Candidate, Problem, TrialState
+from studies.limits import Limited
+from studies.prediction.contract import Prediction
+from studies.prediction.replay import Replayed
 from studies.rule_space import DEFAULT_RULES
-from studies.searches.exit_forecast import ExitForecast
-from studies.searches.exit_layer import KEPT_FORECASTS, NOTHING, ExitLayer, ExitLayerSettings, promising
-from studies.searches.registry import create_study
+from studies.searches.exit_layer import ExitLayer, ExitLayerSettings, promising
+from tests.support.costs import made_up_costs
 from tests.support.records import record
 from tests.support.tiny import tiny_target
 
@@ -33,14 +37,10 @@ def head_draft(layer: int, sha256: str = "a") -> EarlyExit:
     return EarlyExit(exit_layer=layer, head=f"h{layer}.safetensors", head_sha256=sha256 * 64)
 
 
-def forecast(layer: int, speedup: float, *, head: bool = False, rule: DraftLengthRule | None = None) -> ExitForecast:
-    return ExitForecast(
-        draft=head_draft(layer) if head else EarlyExit(exit_layer=layer),
-        agreement=0.5,
-        acceptance=0.6,
-        rule=rule or Fixed(max_tokens=3),
-        speedup=speedup,
-    )
+def forecast(layer: int, speedup: float, *, head: bool = False, rule: DraftLengthRule | None = None) -> Prediction:
+    draft = head_draft(layer) if head else EarlyExit(exit_layer=layer)
+    replayed = Replayed(tokens=100, rounds=50, draft_passes=50, cost=100 / speedup)
+    return Prediction(draft, rule or Fixed(max_tokens=3), replayed, agreement=0.5, acceptance=0.6)
 
 
 # Without a head: best at 6, then 3. With one: best of all at 2.
@@ -61,17 +61,10 @@ FORECASTS = [
 HEADS = {layer: head_draft(layer) for layer in (1, 2, 3, 4)}
 
 
-def study_of(target: Target, forecasts: list[ExitForecast] = FORECASTS, **settings: Any) -> ExitLayer:
-    """A study that has kept these forecasts."""
-    kept = {KEPT_FORECASTS: [each.model_dump(mode="json") for each in forecasts]}
+def study_of(target: Target, forecasts: list[Prediction] = FORECASTS, **settings: Any) -> ExitLayer:
+    """A study with these predictions."""
     problem = Problem(target, (), (), earlier={}, seed=0, head_drafts=HEADS)
-    return ExitLayer.create(problem, ExitLayerSettings(**settings), kept)
-
-
-def limited(target: Target, **settings: Any) -> Study:
-    """The study as a search runs it, with its limits."""
-    study = study_of(target, **settings)
-    return create_study("exit_layer", study.problem, study.settings, study.setup().kept)
+    return ExitLayer(problem, ExitLayerSettings(**settings), forecasts)
 
 
 def begun(study: ExitLayer) -> list[Candidate]:
@@ -80,14 +73,6 @@ def begun(study: ExitLayer) -> list[Candidate]:
     for start in study.setup().starts:
         stored.enqueue_trial(dict(start))
     return [study.propose(stored.ask())[0] for _ in study.setup().starts]
-
-
-def choices(study: ExitLayer) -> list[str]:
-    trial = optuna.create_study().ask()
-    study.propose(trial)
-    exits = trial.distributions["exit"]
-    assert isinstance(exits, CategoricalDistribution)
-    return [str(choice) for choice in exits.choices]
 
 
 def test_it_begins_with_the_best_forecast_then_nothing_then_the_others(target: Target) -> None:
@@ -107,18 +92,19 @@ def test_it_begins_with_the_best_forecast_then_nothing_then_the_others(target: T
     }
 
 
-def test_neighbours_of_the_promising_exits_may_be_chosen_and_no_others(target: Target) -> None:
-    study = study_of(target, num_promising=2)
-    with_head, without = ("trained head", "no head")
-    layers = [(1, with_head), (2, with_head), (3, with_head), (5, without), (6, without), (7, without)]
-    assert choices(study) == [NOTHING, *(f"layer {layer}, {head}" for layer, head in layers)]
-    assert [each.draft.exit_layer for each in promising(FORECASTS, 1)] == [2, 1, 3]
-    assert len(promising(FORECASTS, 99)) == len(FORECASTS)
-
-
 def test_neighbours_are_those_considered_however_far_apart() -> None:
     sparse = [forecast(20, 1.5), forecast(30, 1.2), forecast(10, 1.1), forecast(40, 1.0)]
-    assert [each.draft.exit_layer for each in promising(sparse, 1)] == [20, 10, 30]
+    exits = [EarlyExit(exit_layer=layer) for layer in (10, 20, 30, 40)]
+    assert [each.draft.exit_layer for each in promising(sparse, exits, 1)] == [20, 30, 10]  # type: ignore[attr-defined]
+
+
+def test_any_exit_may_be_chosen_and_its_parameter_never_changes(target: Target) -> None:
+    """Optuna refuses a second process whose predictions offer other values."""
+    study, other = study_of(target), study_of(target, FORECASTS[3:])
+    stored = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    found = {each.propose(stored.ask())[0].draft.describe() for each in (study, other) * 100}
+    heads = {f"exit at {layer}, trained head" for layer in HEADS}
+    assert found == {"plain decoding", *heads, *(f"exit at {layer}, no head" for layer in range(1, NUM_LAYERS))}
 
 
 def test_notes_of_a_trial_say_what_was_forecast(target: Target) -> None:
@@ -151,41 +137,30 @@ def test_only_the_asked_rules_are_proposed(target: Target) -> None:
         ExitLayerSettings(rules=("adaedl",))
 
 
-def test_resumed_study_keeps_space_and_starts_without_a_second_forecast(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("decoding.timing.draft_costs.measure_round_costs", _made_up_costs)
-    prompts = ((5, 6, 7),)
-    problem = Problem(target, prompts, ((8, 9, 10, 11),), earlier={}, seed=0)
-    first = ExitLayer.create(problem, ExitLayerSettings(max_tokens=3))
-
-    def never(*_: Any) -> Any:
-        raise AssertionError("forecast again")
-
-    monkeypatch.setattr("studies.searches.exit_layer.forecast_exits", never)
-    resumed = ExitLayer.create(problem, ExitLayerSettings(max_tokens=3), first.setup().kept)
-    assert resumed.setup().space == first.setup().space
-    assert resumed.setup().starts == first.setup().starts
-    assert choices(resumed) == choices(first)
-    assert resumed.setup().kept == first.setup().kept
-
-
-def _made_up_costs(target: Target, drafter: Any, max_tokens: int, *, num_sequences: int) -> RoundCosts:
-    return RoundCosts(draft_step=0.5, verify=(1.0,) * (max_tokens + 1))
+def test_exits_are_predicted_from_costs_and_continuations() -> None:
+    target = tiny_target(6)
+    prompts = tuple(tuple((seed * 11 + index * 5) % 60 + 2 for index in range(5 + seed)) for seed in range(3))
+    texts = tuple(plain_decoder(target).generate(Request(prompt, Ending(16))).tokens for prompt in prompts)
+    problem = Problem(target, prompts, texts, earlier={}, seed=0, costs=lambda most: made_up_costs(target, most))
+    study = ExitLayer.create(problem, ExitLayerSettings(max_tokens=3, num_promising=5))
+    stored = optuna.create_study()
+    for start in study.setup().starts:
+        stored.enqueue_trial(dict(start))
+    proposed = [study.propose(stored.ask()) for _ in study.setup().starts]
+    predicted = [notes["predicted_speedup"] for candidate, notes in proposed if candidate.draft.drafts]
+    assert predicted[0] == max(predicted) > min(predicted)
+    assert {candidate.draft.describe() for candidate, _ in proposed} >= {
+        f"exit at {layer}, no head" for layer in range(1, 6)
+    }
+    with pytest.raises(ValueError, match="needs the costs of model passes"):
+        ExitLayer.create(replace(problem, costs=None), ExitLayerSettings())
 
 
-def test_forecast_is_of_all_exits_or_of_those_asked_for(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    forecast_of: list[EarlyExit] = []
-    monkeypatch.setattr(
-        "studies.searches.exit_layer.forecast_exits",
-        lambda problem, drafts, max_tokens: forecast_of.extend(drafts) or [],
-    )
+def test_exits_are_all_or_those_asked_for(target: Target) -> None:
     problem = Problem(target, (), (), earlier={}, seed=0, head_drafts=HEADS)
 
     def drafts(**settings: Any) -> list[EarlyExit]:
-        forecast_of.clear()
-        ExitLayer.create(problem, ExitLayerSettings(**settings))
-        return list(forecast_of)
+        return ExitLayerSettings(**settings).exits(problem)
 
     without = [EarlyExit(exit_layer=layer) for layer in range(1, NUM_LAYERS)]
     assert drafts() == [*without, *HEADS.values()]
@@ -219,7 +194,7 @@ def test_another_head_under_the_same_name_is_another_search(target: Target) -> N
     study = study_of(target)
     for heads in ({**HEADS, 2: head_draft(2, "b")}, {layer: HEADS[layer] for layer in (1, 2, 3)}):
         problem = replace(study.problem, head_drafts=heads)
-        assert ExitLayer.create(problem, ExitLayerSettings(), study.setup().kept).setup().space != study.setup().space
+        assert ExitLayer(problem, ExitLayerSettings(), FORECASTS[1:3]).setup().space != study.setup().space
     assert study_of(target, patience=3, max_trials=9).setup().space == study.setup().space
     assert study_of(target, max_tokens=6).setup().space != study.setup().space
 
@@ -230,41 +205,30 @@ def best_of(draft: EarlyExit | PlainDecoding, number: int, speedup: float = 1.5)
 
 
 @pytest.mark.parametrize(
-    ("draft", "words"),
+    ("draft", "layers", "words"),
     [
-        (EarlyExit(exit_layer=8), "the best exit, 8, is the highest that was considered without a head"),
-        (EarlyExit(exit_layer=2), "the best exit, 2, is the lowest that was considered without a head"),
-        (head_draft(4), "the best exit, 4, is the highest that was considered with a head"),
-        (EarlyExit(exit_layer=4), ""),
-        (head_draft(2), ""),
-        (head_draft(1), ""),  # there is none below
-        (PlainDecoding(), ""),
+        (EarlyExit(exit_layer=8), "2-8", "the best exit, 8, is the highest that was considered without a head"),
+        (EarlyExit(exit_layer=2), "2-8", "the best exit, 2, is the lowest that was considered without a head"),
+        (head_draft(4), None, "the best exit, 4, is the highest that was considered with a head"),
+        (EarlyExit(exit_layer=4), "2-8", ""),
+        (head_draft(2), None, ""),
+        (head_draft(1), None, ""),  # there is none below
+        (EarlyExit(exit_layer=9), None, ""),  # nor beyond
+        (EarlyExit(exit_layer=5), "5", ""),  # a single one
+        (PlainDecoding(), None, ""),
     ],
 )
 def test_best_exit_at_an_edge_is_remarked_if_there_are_exits_beyond(
-    target: Target, draft: EarlyExit | PlainDecoding, words: str
+    target: Target, draft: EarlyExit | PlainDecoding, layers: str | None, words: str
 ) -> None:
-    study = study_of(target, [each for each in FORECASTS if each.draft != EarlyExit(exit_layer=1)])
+    study = study_of(target, exit_layers=layers)
     study.observe(best_of(EarlyExit(exit_layer=5), 0, 1.2))
     study.observe(best_of(draft, 1))
     assert [remark[: len(words)] for remark in study.remarks()] == ([words] if words else [])
 
 
-def test_no_remark_before_a_trial_or_with_a_single_exit(target: Target) -> None:
-    assert study_of(target).remarks() == []
-    single = study_of(target, [forecast(5, 1.2)])
-    single.observe(best_of(EarlyExit(exit_layer=5), 0))
-    assert single.remarks() == []
-
-
-def test_highest_exit_of_the_model_has_none_beyond(target: Target) -> None:
-    study = study_of(target, [forecast(9, 1.2), forecast(8, 1.1)])
-    study.observe(best_of(EarlyExit(exit_layer=9), 0))
-    assert study.remarks() == []
-
-
 def test_it_ends_after_patience_trials_without_a_better_speedup(target: Target) -> None:
-    study = limited(target, patience=3)
+    study = Limited(study_of(target), 40, 3)
     for number, speedup in enumerate([1.0, 1.3, None, 1.2]):
         assert study.finished() is None
         study.observe(record(speedup, number=number))
@@ -273,7 +237,7 @@ def test_it_ends_after_patience_trials_without_a_better_speedup(target: Target) 
 
 
 def test_it_ends_at_the_trial_limit(target: Target) -> None:
-    study = limited(target, max_trials=2)
+    study = Limited(study_of(target), 2)
     study.observe(record(1.0))
     assert study.finished() is None
     study.observe(record(1.1, number=1, state=TrialState.PRUNED))
@@ -284,4 +248,4 @@ def test_without_an_exit_it_says_why(target: Target) -> None:
     problem = Problem(target, (), (), earlier={}, seed=0)
     study = ExitLayer.create(problem, ExitLayerSettings(heads=["block"]))
     assert "no head was found" in (study.finished() or "")
-    assert list(study.setup().starts) == [{"exit": NOTHING}]
+    assert list(study.setup().starts) == [{"kind": "none"}]

@@ -20,7 +20,7 @@ from decoding.fingerprint import fingerprint
 from decoding.target import ExitHead, Target
 from decoding.target.exit_head import new_exit_head
 from decoding.text import Ending
-from studies.searches.exits import default_exit_layers
+from studies.space import default_exit_layers
 from tests.support.families import build, some_tokens
 from tests.support.tiny import tiny_llama, tiny_target
 from tuner.config import DistillSettings

