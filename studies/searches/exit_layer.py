@@ -1,7 +1,8 @@
 """The search over exit layers: where to exit, with or without a head, and when to stop drafting.
 
-Our formulation, after the abstract of EESD (arXiv 2406.03853), from which the paper is known to us. Every exit is predicted, from one
-pass over the tuning sequences and the cost table. First come the promising exits, their neighbours and plain decoding. TPE then chooses among all exits and rules by the measured speed-up.
+Our formulation, after the abstract of EESD (arXiv 2406.03853), from which the paper is known to us. Every exit is predicted from
+one pass over the tuning sequences and the cost table. The promising exits, their neighbours and plain decoding come first. TPE then
+chooses among all exits and rules by the measured speed-up.
 """
 
 from __future__ import annotations
