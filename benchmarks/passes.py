@@ -28,8 +28,8 @@ from decoding.deploy import load_decoder
 from decoding.draft_length import Fixed
 from decoding.drafters.build import build_drafter
 from decoding.drafts import LayerSkip
-from decoding.garbage_collection import without_garbage_collection
 from decoding.head_folder import HeadFolder
+from decoding.memory import without_garbage_collection
 from decoding.profile import DraftProfile
 from decoding.runners import RUNNERS
 from decoding.target import Target

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -145,25 +144,13 @@ class Decoder:
     def _speculative(
         self, drafter: Drafter, request: Request, row: int, new_cache: NewCache, *, fresh: bool
     ) -> Iterator[Prefill | Round]:
-        with self.steering(row, fresh=fresh) as controller:
-            yield from speculative(self.target, drafter, controller, request, new_cache)
-
-    @contextmanager
-    def steering(self, row: int, *, fresh: bool = False) -> Iterator[Controller]:
-        """Lend the controller of a sequence in `row` of a batch; a `persistent` rule keeps its own for later ones.
-
-        See `loop` for `fresh`.
-        """
-        if fresh or not self.rule.persistent:
-            yield self.rule.controller()
-            return
-        free = self._kept.setdefault(row, [])
+        free = [] if fresh or not self.rule.persistent else self._kept.setdefault(row, [])
         try:
             controller = free.pop()
         except IndexError:  # none yet, or all in use
             controller = self.rule.controller()
         try:
-            yield controller
+            yield from speculative(self.target, drafter, controller, request, new_cache)
         finally:
             free.append(controller)
 

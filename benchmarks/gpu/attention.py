@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.roofline import seconds_by_events
 from benchmarks.gpu.shared import Shared
-from decoding.cache.used_lengths import used_lengths
+from decoding.cache.last_position import used_lengths
 from decoding.errors import UnsupportedRunnerError, one_line
 from decoding.runners.buckets import GPU_BUCKETS
 from decoding.runners.graphs import CudaGraphs

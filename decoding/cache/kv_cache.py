@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from decoding.cache.last_position import last_position
-from decoding.cache.used_lengths import of_last_position
+from decoding.cache.last_position import last_position, of_last_position
 
 MOST_PENDING_PIECES = 64
 """Pieces in which pending states are kept before they are joined."""

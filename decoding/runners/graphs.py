@@ -11,8 +11,7 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 
 from decoding.errors import one_line
-from decoding.garbage_collection import without_garbage_collection
-from decoding.out_of_memory import is_out_of_memory
+from decoding.memory import is_out_of_memory, without_garbage_collection
 
 
 class Copyable(Protocol):

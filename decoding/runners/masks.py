@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decoding.cache.used_lengths import used_lengths
+from decoding.cache.last_position import used_lengths
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from decoding.decoder import Decoder
 from decoding.errors import UnsupportedRequestError, first_line
 from decoding.rounds import Prefill, Round
 from decoding.serving.control import DraftControl, controlled
-from decoding.serving.rows import Event, ServedRows, new_rows
+from decoding.serving.rows import Event, SharedRows, TurnRows, new_rows
 from decoding.serving.waiting_room import Job, RequestEnd, Stopped, WaitingRoom
 
 Observer = Callable[[Job, Prefill | Round | RequestEnd], None]
@@ -90,7 +90,7 @@ class ContinuousBatch:
         while (job := self._room.take()) is not None:
             self._tell(job, RequestEnd(Stopped.CLOSED, "the server is shutting down"))
 
-    def _new_rows(self) -> ServedRows:
+    def _new_rows(self) -> SharedRows | TurnRows:
         return new_rows(self.decoder.target, self.num_rows, self._capacity)
 
     def _leave_cancelled(self) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from decoding.profile import Measured
 from decoding.rounds import Prefill, Round
@@ -28,6 +26,7 @@ class ServerCounters:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)  # memory and CPU time of the process
         self._name = name
+        self._control: DraftControl | None = None
         self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens of the requests that have begun.")
         self._generated = self._counter("vllm:generation_tokens", "Generated tokens.")
         self._drafts = self._counter("vllm:spec_decode_num_drafts", "Rounds that drafted.")
@@ -56,8 +55,16 @@ class ServerCounters:
         Gauge(name, help, [LABEL], registry=self._registry).labels(self._name).set_function(value)
 
     def watch(self, control: DraftControl) -> None:
-        """Add the speed-up over plain rounds, by load."""
-        self._registry.register(_SpeedupCollector(self._name, control))
+        """Add the speed-up over plain rounds, by load, with its interval."""
+        self._control = control
+        self._speedups = [
+            Gauge(f"sdtune:speedup{name}", help, [LABEL, LOAD_LABEL], registry=self._registry)
+            for name, help in (
+                ("", "Speed of drafting over plain rounds of this server."),
+                ("_low", "Lower end of its 95 % interval."),
+                ("_high", "Upper end of its 95 % interval."),
+            )
+        ]
 
     def compare_with(self, measured: Measured) -> None:
         """Add what the profile's own measurement found, to compare with."""
@@ -95,6 +102,9 @@ class ServerCounters:
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
+        for load, speedup in ({} if self._control is None else self._control.speedups).items():
+            for gauge, value in zip(self._speedups, (speedup.value, *speedup.ci95), strict=True):
+                gauge.labels(self._name, load_name(load)).set(value)
         return generate_latest(self._registry)
 
     def _counter(self, name: str, help: str) -> Counter:
@@ -102,23 +112,3 @@ class ServerCounters:
 
     def _histogram(self, name: str, help: str) -> Histogram:
         return Histogram(name, help, [LABEL], registry=self._registry, buckets=SECONDS).labels(self._name)
-
-
-class _SpeedupCollector(Collector):
-    """The measured speed-up of drafts at each load, with its 95 % interval."""
-
-    def __init__(self, name: str, control: DraftControl) -> None:
-        self._name, self._control = name, control
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """See `Collector.collect`."""
-        known = self._control.speedups
-        for suffix, help, values in (
-            ("", "Speed of drafting over plain rounds of this server.", [each.value for each in known.values()]),
-            ("_low", "Lower end of its 95 % interval.", [each.ci95[0] for each in known.values()]),
-            ("_high", "Upper end of its 95 % interval.", [each.ci95[1] for each in known.values()]),
-        ):
-            family = GaugeMetricFamily(f"sdtune:speedup{suffix}", help, labels=[LABEL, LOAD_LABEL])
-            for load, value in zip(known, values, strict=True):
-                family.add_metric([self._name, load_name(load)], value)
-            yield family

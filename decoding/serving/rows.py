@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from functools import partial
-from typing import Protocol
 
 from decoding.lockstep import Lockstep, Loop, shared_batch_size
 from decoding.rounds import Prefill, Round
@@ -17,27 +16,11 @@ Event = Prefill | Round | Exception | None
 """A record of a sequence, the error that ended it, or None: it has ended."""
 
 
-class ServedRows(Protocol):
-    """Rows that decode sequences of at most `capacity` positions."""
-
-    capacity: int
-
-    @property
-    def running(self) -> Set[int]:
-        """The occupied rows."""
-
-    def start(self, row: int, loop: Loop) -> None:
-        """Begin a sequence in a free row."""
-
-    def advance(self) -> list[tuple[int, Event]]:
-        """Do the next piece of work; return what happened, with the rows. A row whose sequence has ended is free."""
-
-    def stop(self, row: int) -> None:
-        """Drop the sequence of an occupied row, which is free then."""
-
-
 class SharedRows:
-    """Sequences in lockstep: their simultaneous passes are one pass (`decoding.lockstep`)."""
+    """Sequences of at most `capacity` positions in lockstep: their simultaneous passes are one pass (`decoding.lockstep`).
+
+    A row whose sequence has ended is free.
+    """
 
     def __init__(self, target: Target, num_rows: int, capacity: int) -> None:
         self.capacity = capacity
@@ -47,7 +30,7 @@ class SharedRows:
 
     @property
     def running(self) -> Set[int]:
-        """See `ServedRows.running`."""
+        """The occupied rows."""
         return self._lockstep.running
 
     def start(self, row: int, loop: Loop) -> None:
@@ -76,7 +59,7 @@ class SharedRows:
 
 
 class TurnRows:
-    """Sequences that cannot share passes: each runs a round in turn."""
+    """The same for sequences that cannot share passes: each runs a round in turn."""
 
     def __init__(self, target: Target, num_rows: int, capacity: int) -> None:
         self.capacity = capacity
@@ -85,7 +68,7 @@ class TurnRows:
 
     @property
     def running(self) -> Set[int]:
-        """See `ServedRows.running`."""
+        """The occupied rows."""
         return self._steps.keys()
 
     def start(self, row: int, loop: Loop) -> None:
@@ -110,7 +93,7 @@ class TurnRows:
         del self._steps[row]
 
 
-def new_rows(target: Target, num_rows: int, capacity: int) -> ServedRows:
+def new_rows(target: Target, num_rows: int, capacity: int) -> SharedRows | TurnRows:
     """Return rows that share passes, if there are several and the target's sequences can."""
     rows = SharedRows if shared_batch_size(target, num_rows) > 1 else TurnRows
     return rows(target, num_rows, capacity)

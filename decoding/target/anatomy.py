@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 from decoding.cache.kv_cache import KVCache
 from decoding.errors import SdtuneError, UnsupportedModelError, UnsupportedRunnerError, one_line
-from decoding.out_of_memory import is_out_of_memory
+from decoding.memory import is_out_of_memory
 from decoding.runners.masks import MaskKinds
 from decoding.target.plain_attention import AttentionCalls, Call, is_plain
 from decoding.target.stand_ins import first_of

@@ -55,7 +55,7 @@ def varlen_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention with the signature of transformers' `sdpa`.
 
-    In a fixed-shape pass `attention_mask` is what `decoding.cache.used_lengths` returns; other passes have a mask, and
+    In a fixed-shape pass `attention_mask` is what `decoding.cache.last_position` returns; other passes have a mask, and
     are left to `grouped_attention`. `query` is [batch, heads, width, size]; `key` and `value` are [batch, key-value
     heads, num_slots, size]. Return the output [batch, width, heads, size] and None. Raises `UnsupportedRunnerError` for
     settings that the kernel does not have.

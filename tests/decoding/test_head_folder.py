@@ -12,8 +12,8 @@ import pytest
 from decoding.drafts import EarlyExit
 from decoding.errors import ExitHeadError
 from decoding.exit_heads import file_sha256, head_name, prompt_sha256
-from decoding.garbage_collection import without_garbage_collection
 from decoding.head_folder import HeadFolder, list_heads
+from decoding.memory import without_garbage_collection
 from decoding.target import Target
 from tests.support.heads import training, write_heads
 from tests.support.tiny import tiny_target

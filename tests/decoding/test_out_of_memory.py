@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decoding.out_of_memory import is_out_of_memory
+from decoding.memory import is_out_of_memory
 
 
 def test_shortage_of_the_cpu_is_recognised() -> None:

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from decoding.cache.used_lengths import used_lengths
+from decoding.cache.last_position import used_lengths
 from decoding.decoder import plain_decoder
 from decoding.runners.features import SpeedFeatures
 from decoding.runners.static import StaticRunner

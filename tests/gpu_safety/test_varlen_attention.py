@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from decoding.cache.used_lengths import of_last_position, used_lengths
+from decoding.cache.last_position import of_last_position, used_lengths
 from decoding.decoder import plain_decoder
 from decoding.errors import UnsupportedRunnerError
 from decoding.runners.buckets import GPU_BUCKETS

@@ -18,7 +18,7 @@ from transformers.utils import cached_file
 
 from decoding.errors import SdtuneError, one_line
 from decoding.fingerprint import configuration_sha256
-from decoding.out_of_memory import is_out_of_memory
+from decoding.memory import is_out_of_memory
 from tuner.errors import ConfigError
 
 LIBRARIES: Mapping[str, tuple[str, ...]] = {

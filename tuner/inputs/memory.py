@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from decoding.errors import first_line
-from decoding.out_of_memory import is_out_of_memory
+from decoding.memory import is_out_of_memory
 from tuner.errors import MemoryShortageError
 from tuner.inputs.checkpoint import readable, refuse_unusable
 from tuner.inputs.model_folder import check_folder

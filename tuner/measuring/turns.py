@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from decoding.garbage_collection import without_garbage_collection
 from decoding.losslessness import Comparison
+from decoding.memory import without_garbage_collection
 from studies.measurement import BatchTexts, Measurement, PairedPrefill, PromptSample, sum_repeats
 from tuner.measuring.baseline import Baseline
 from tuner.measuring.contender import PLAIN, Contender, Decoded, Prompts, reason_of

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from decoding.garbage_collection import without_garbage_collection
+from decoding.memory import without_garbage_collection
 from decoding.timing.stopwatch import Stopwatch
 
 
