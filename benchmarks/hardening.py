@@ -48,27 +48,27 @@ COMMAND_SECONDS = 120
 SEMANTIC = """
 serch
 search
-search --model no/such-model --dataset data.jsonl
-search --model model --dataset missing.jsonl
-search --model model --dataset data.jsonl --out data.jsonl
-search --model model --dataset data.jsonl --out .
-search --model model --dataset data.jsonl --out no/folder/p.yaml
+search no/such-model --dataset data.jsonl
+search model --dataset missing.jsonl
+search model --dataset data.jsonl --out data.jsonl
+search model --dataset data.jsonl --out .
+search model --dataset data.jsonl --out no/folder/p.yaml
 search --config data.jsonl
 search --config missing.yaml
-search --model model --dataset data.jsonl --storage sqlite:///data.jsonl
-search --model model --dataset data.jsonl --storage nodatabase://me:secret@host/db
-search --model model --dataset null.json
+search model --dataset data.jsonl --storage sqlite:///data.jsonl
+search model --dataset data.jsonl --storage nodatabase://me:secret@host/db
+search model --dataset null.json
 show missing.yaml
 show data.jsonl
 show empty
-generate --profile missing.yaml --prompt x
-generate --profile data.jsonl
+generate missing.yaml --prompt x
+generate data.jsonl
 export missing.yaml --to folder --out x
 doctor
-doctor --model missing
-doctor --model empty
-bench --profile missing.yaml --dataset data.jsonl
-distill --model missing --dataset data.jsonl
+doctor missing
+doctor empty
+bench missing.yaml --dataset data.jsonl
+distill missing --dataset data.jsonl
 """
 """Commands whose arguments do not fit together or name what is not there. Run in the folder of `refuse_all`."""
 PIECES = (

@@ -39,7 +39,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_integrity(run: Run) -> None:
-    small = ("tuning_prompts=6", "held_out_prompts=6", "max_new_tokens=8", "dtype=float32", "prompts_per_trial=3")
+    small = ("tuning_prompts=6", "held_out_prompts=6", "max_new_tokens=12", "dtype=float32", "prompts_per_trial=3")
     settings = [part for each in small for part in ("--set", each)]
     sizes = [
         "--copies",
