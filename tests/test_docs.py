@@ -92,8 +92,6 @@ def test_production_examples_run(page: Path, demo_folder: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=_id)
 def test_commands_exist_with_their_options(page: Path) -> None:
     for words in _commands(page):
-        if page.name == "results.md" and words[0] == "evaluate":  # as it was at the revision that made the figures
-            continue
         command: click.Command = main
         context = click.Context(main, info_name="sdtune")
         while isinstance(command, click.Group) and words and not words[0].startswith("-"):

@@ -12,7 +12,6 @@ from types import ModuleType
 import optuna
 import pytest
 import torch
-from click.testing import CliRunner
 
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
@@ -26,9 +25,7 @@ from studies.contract import Candidate, Problem
 from studies.prediction.contract import predictor_of
 from studies.rule_space import suggest_rule
 from studies.searches.registry import STUDIES, StudyEntry, create_study
-from tests.support.profiles import save_profile
-from tests.support.tiny import save_tiny_checkpoint, tiny_llama
-from tuner.cli.main import main
+from tests.support.tiny import tiny_llama
 from tuner.export.engines.data_file import data_engines
 from tuner.export.engines.registry import load_engine
 from tuner.export.plan import FixedLength, Plan
@@ -109,19 +106,6 @@ def test_study(example: Example, target: Target, monkeypatch: pytest.MonkeyPatch
     candidate, notes = study.propose(optuna.trial.FixedTrial({"block": 4}))
     assert candidate == Candidate(draft=LayerSkip.blocks([4]), draft_length=Fixed(max_tokens=3))
     assert notes == {"block": 4}
-
-
-def test_evaluation(example: Example, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    example("tuner/evaluation/acceptance.py")
-    reference = "tuner.evaluation.acceptance:AcceptanceEvaluation"
-    # The command first: imported while the registry is replaced, it would keep the replacement for all later tests.
-    monkeypatch.setattr("tuner.cli.evaluate.EVALUATIONS", {"acceptance": reference})
-    monkeypatch.setattr("tuner.evaluation.registry.EVALUATIONS", {"acceptance": reference})
-    profile = save_profile(tmp_path / "profile.yaml", save_tiny_checkpoint(tmp_path / "model"), LayerSkip.blocks([4]))
-    arguments = ["--profile", str(profile), "--prompt", "w1 w2 w3", "--max-new-tokens", "8"]
-    result = CliRunner().invoke(main, ["evaluate", "acceptance", *arguments])
-    assert result.exit_code == 0, result.output
-    assert "drafted tokens accepted" in result.output
 
 
 def test_export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ ALLOWED = {
     "benchmarks": {"benchmarks", "tuner", "studies", "decoding", "configs"},
 }
 TRANSFORMERS_INTERNALS = ("decoding/target/", "decoding/cache/")
-# What a user runs without asking for a benchmark or an experiment; `tuner.cli` enters every wing.
-WINGS = ("tuner.bench", "tuner.evaluation")
+# What a user runs only on request; `tuner.cli` enters every wing.
+WINGS = ("tuner.bench",)
 # Fetches profiles from MLflow's model registry, if an address is given. tests/test_packaging.py: production runs without MLflow.
 REGISTRY = "decoding.deploy.registry"
 TUNING_LIBRARIES = {"optuna", "mlflow", "click", "datasets", "rich", "matplotlib", "sklearn"}
@@ -99,16 +99,10 @@ def test_folders_form_no_circle() -> None:
         pytest.fail(f"folders import one another in a circle: {' -> '.join(circle.args[1])}")
 
 
-def test_the_product_needs_neither_bench_nor_evaluation() -> None:
+def test_the_product_does_not_need_bench() -> None:
     for module, imported in IMPORTS.items():
         if not _is_in(module, *WINGS, "tuner.cli", "benchmarks"):
             assert not [other for other in imported if _is_in(other, *WINGS)], module
-
-
-def test_bench_does_not_need_evaluation() -> None:
-    for module, imported in IMPORTS.items():
-        if _is_in(module, "tuner.bench"):
-            assert not [other for other in imported if _is_in(other, "tuner.evaluation")], module
 
 
 def test_production_imports_no_tuning_library() -> None:
@@ -207,8 +201,6 @@ def test_wording_is_standard(coined: str) -> None:
 def test_a_class_name_means_one_thing() -> None:
     places = defaultdict(list)
     for name, path in MODULES.items():
-        if _is_in(name, "tuner.evaluation"):  # moves to benchmarks/ piece by piece
-            continue
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(name)

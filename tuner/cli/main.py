@@ -79,9 +79,6 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "service": CommandEntry("Service", "Accept searches over HTTP.", "tuner.cli.service:service"),
     "worker": CommandEntry("Service", "Run the searches of a service.", "tuner.cli.worker:worker"),
     "jobs": CommandEntry("Service", "Submit searches to a service, and fetch profiles.", "tuner.cli.jobs:jobs"),
-    "evaluate": CommandEntry(
-        "Research", "Evaluate rules, searches, predictions and the tuner itself.", "tuner.cli.evaluate:evaluate"
-    ),
 }
 """To add a command, write its file and name it here."""
 

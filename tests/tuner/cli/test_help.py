@@ -15,7 +15,6 @@ from studies.searches.joint import JointSettings
 from tuner.cli.main import COMMANDS, main
 from tuner.cli.search import FLAGS
 from tuner.config import DistillSettings, SearchConfig
-from tuner.evaluation.registry import EVALUATIONS, resolve
 
 HEAVY = ("torch", "transformers", "optuna", "mlflow", "datasets", "sklearn", "matplotlib")
 CHECK = """
@@ -34,7 +33,7 @@ for arguments in json.loads(sys.argv[1]):
     found.append([shown.getvalue(), " ".join(["status", str(status), *new])])
 print(json.dumps(found))
 """
-HELP = [(), *((name,) for name in COMMANDS), *(("evaluate", name) for name in EVALUATIONS)]
+HELP = [(), *((name,) for name in COMMANDS)]
 CHEAP = [
     ("search", "--trails", "3"),
     ("search", "--dataset", "gsm8k"),
@@ -105,10 +104,3 @@ def test_every_setting_has_its_description_in_the_long_help() -> None:
 def test_the_short_help_is_short(command: str) -> None:
     result = CliRunner().invoke(main, [command, "--help"])
     assert len(re.findall(r"^  -", result.stdout, re.MULTILINE)) <= 35
-
-
-def test_every_evaluation_describes_its_settings() -> None:
-    for name in EVALUATIONS:
-        evaluation = resolve(name)
-        assert evaluation.__doc__, name
-        assert all(field.description for key, field in evaluation.model_fields.items() if key != "config"), name
