@@ -77,13 +77,15 @@ def fill_bank(bench: Measuring, candidates: Sequence[Candidate], repetitions: in
     """Decode every prompt `repetitions` times (two at least) with each candidate, with plain decoding first and second in turn."""
     num_prompts = len(bench.indices)
     bank: dict[str, dict[tuple[int, bool], list[PromptSample]]] = {each.key: {} for each in candidates}
+    last = num_prompts - 1
+    # The bench alternates who goes first: one more prompt at the start gives every other prompt the other order.
+    in_order, shifted = [(list(range(num_prompts)), 0)], [([last, *range(last)], 1)]
+    shifted.append(([0, last], 1) if last % 2 == 0 else ([last], 0))
     for repetition in range(repetitions):
-        # The bench alternates who goes first: one extra prompt at the start gives every prompt the other order.
-        extra = repetition % 2
-        indices = [*range(num_prompts - extra, num_prompts), *range(num_prompts)]
         for candidate in candidates:
-            for turn, sample in list(enumerate(bench.measure(candidate, indices).samples))[extra:]:
-                bank[candidate.key].setdefault((sample.prompt, turn % 2 == 0), []).append(sample)
+            for indices, num_dropped in shifted if repetition % 2 else in_order:
+                for turn, sample in list(enumerate(bench.measure(candidate, indices).samples))[num_dropped:]:
+                    bank[candidate.key].setdefault((sample.prompt, turn % 2 == 0), []).append(sample)
     return bank
 
 
@@ -101,13 +103,25 @@ class NullBench:
         """Measure the family's candidate in place of this one."""
         decoded = self._family.decoded_as[candidate.key]
         if self._bank is None:
-            found = list(self._bench.measure(decoded, [self._prompts[index] for index in indices]).samples)
+            found = self._decoded(decoded, [self._prompts[index] for index in indices])
         else:
             found = list(self._drawn(self._bank[decoded.key], indices))
         samples = [each.model_copy(update={"prompt": index}) for each, index in zip(found, indices, strict=True)]
         for sample in samples:
             on_sample(sample)
         return Measurement(samples=tuple(samples))
+
+    def _decoded(self, candidate: Candidate, prompts: Sequence[int]) -> list[PromptSample]:
+        """Measure prompts of which some may be the same: a bench adds up what it measures of one prompt at a time."""
+        found: dict[int, PromptSample] = {}
+        while len(found) < len(prompts):
+            once: dict[int, int] = {}
+            for place, prompt in enumerate(prompts):
+                if place not in found:
+                    once.setdefault(prompt, place)
+            measured = self._bench.measure(candidate, list(once))
+            found |= dict(zip(once.values(), measured.samples, strict=True))
+        return [found[place] for place in range(len(prompts))]
 
     def _drawn(
         self, pool: Mapping[tuple[int, bool], Sequence[PromptSample]], indices: Sequence[int]
