@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Progress(Protocol):
-    """Receiver of the progress of a search, a distillation or an evaluation."""
+    """Receiver of the progress of a search or a distillation."""
 
     def stage(self, name: str, total: int | None = None) -> None:
         """Begin a stage of `total` steps; None if the number is unknown."""

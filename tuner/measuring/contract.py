@@ -1,4 +1,4 @@
-"""The contract of a bench: what searches, races and evaluations ask of it. Implemented by `Bench` and by resampled benches."""
+"""The contract of a bench: what searches, races and benchmarks ask of it. Implemented by `Bench` and by resampled benches."""
 
 from __future__ import annotations
 

@@ -1,1 +1,0 @@
-"""`sdtune evaluate`: experiments about sdtune itself. No product code imports this folder."""
