@@ -17,6 +17,7 @@ from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.draft_length import AdaptiveExit
 from decoding.drafts import LayerSkip
+from decoding.target import DraftView
 from decoding.text import Ending
 from studies.switches import odd_blocks
 from tests.support.tiny import tiny_target
@@ -106,7 +107,7 @@ def test_swift_scores_the_share_of_tokens_that_a_parallel_pass_predicts(bench: A
     for prompt, output in zip(bench.prompts, bench.continuations, strict=True):
         cache = target.new_cache(len(prompt) + Swift.WINDOW)
         target.forward(torch.tensor([list(prompt)]), cache, 0)
-        view = target.draft_view(draft.skip_attention, draft.skip_mlp, keep_boundary=False)
+        view = DraftView(target, draft.skip_attention, draft.skip_mlp, keep_boundary=False)
         # Token by token through one cache: each reads the draft's own keys and values of those before.
         predicted = [
             int(view.forward(torch.tensor([[output[i]]]), cache, len(prompt) + i).argmax()) for i in range(Swift.WINDOW)
