@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -59,6 +59,11 @@ def kernel_for(work: Work, device: torch.device, dtype: torch.dtype | None = Non
     if _packs(dtype):
         return KernelChoice("packed")
     return KernelChoice(None, f"neither AVX-512 nor oneDNN computes in {precision} here")
+
+
+def kernels_on(device: torch.device, dtype: torch.dtype) -> dict[Work, KernelChoice]:
+    """Return the kernel of each work, for a model in `dtype`."""
+    return {work: kernel_for(work, device, dtype) for work in get_args(Work)}
 
 
 def _compiled(kernel: Kernel, exists: bool) -> KernelChoice:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from decoding.documents.strict_yaml import Document
 from tuner.cli.options import GroupedCommand, options_of, settings_from
-from tuner.cli.terminal import check_names
+from tuner.cli.terminal import check_names, print_facts
 from tuner.config import FEWEST_SAMPLES, SearchConfig
 from tuner.fields import Device, Dtype, Model, Revision
 
@@ -38,6 +38,7 @@ def doctor(**flags: Any) -> None:
     settings = settings_from(DoctorSettings, flags)
     check_names(model=settings.model, revision=settings.revision)
 
+    from decoding.kernels.choice import kernels_on
     from decoding.probe import probe
     from tuner.inputs.models import load
     from tuner.search.memory_plan import memory_table, plan_memory
@@ -49,6 +50,9 @@ def doctor(**flags: Any) -> None:
     loaded = load(settings.model, revision=settings.revision, dtype=settings.dtype, device=settings.device)
     found = probe(loaded.model)
     Console().print(capabilities_panel(found))
+    kernels = kernels_on(loaded.model.device, loaded.model.dtype)
+    works = (f"{work}: {each.kernel or f'none, {each.reason}'}" for work, each in kernels.items())
+    print_facts(Console(), kernels="; ".join(works))
     if not found.is_supported:
         click.get_current_context().exit(1)
 

@@ -1,0 +1,51 @@
+"""The one place that chooses kernels: what it answers, and the reason where there is none."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from decoding.kernels import attention, linear, quantised
+from decoding.kernels.choice import Work, kernel_for, kernels_on
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+KERNELS: dict[Work, str] = {"linear": "few positions", "attention": "attention", "int8": "tiles", "int4": "tiles"}
+
+
+@pytest.fixture
+def able(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor with all instructions, and a compiler."""
+    for name in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_vnni_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: True)
+    for function, module in (("ATTEND", attention), ("MULTIPLY", linear), ("MULTIPLY", quantised)):
+        monkeypatch.setattr(module, function, SimpleNamespace(exists=True))
+
+
+@pytest.mark.usefixtures("able")
+def test_a_processor_with_the_instructions_has_every_kernel() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert {work: each.kernel for work, each in kernels_on(CPU, dtype).items()} == KERNELS
+    assert kernel_for("attention", CPU, torch.float16).reason == "the processor has no AVX-512 for float16"
+
+
+@pytest.mark.usefixtures("able")
+@pytest.mark.parametrize("work", KERNELS)
+def test_other_devices_have_none(work: Work) -> None:
+    found = kernel_for(work, GPU, torch.float32)
+    assert (found.kernel, found.reason) == (None, "there is no kernel of ours for cuda")
+
+
+@pytest.mark.usefixtures("able")
+def test_the_reason_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantised, "MULTIPLY", SimpleNamespace(exists=False))
+    monkeypatch.setattr(attention, "ATTEND", SimpleNamespace(exists=False))
+    for work in ("int8", "attention"):
+        assert kernel_for(work, CPU, torch.float32).reason == "its source cannot be compiled"
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
+    assert kernel_for("int8", CPU).reason == "the processor has no AVX-512 VNNI"
+    assert kernel_for("attention", CPU, torch.float32).reason == "the processor has no AVX-512 for float32"
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert kernel_for("linear", CPU, torch.float32).reason == "neither AVX-512 nor oneDNN computes in float32 here"

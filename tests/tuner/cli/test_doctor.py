@@ -1,0 +1,20 @@
+"""`sdtune doctor` on a model that can be tuned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from decoding.kernels.choice import KernelChoice
+from tests.support.tiny import save_tiny_checkpoint
+from tuner.cli.main import main
+
+
+def test_kernels_are_named_with_the_reason_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {"linear": KernelChoice("packed"), "int8": KernelChoice(None, "the processor has no AVX-512 VNNI")}
+    monkeypatch.setattr("decoding.kernels.choice.kernels_on", lambda device, dtype: chosen)
+    found = CliRunner().invoke(main, ["doctor", str(save_tiny_checkpoint(tmp_path / "model"))])
+    assert found.exit_code == 0, found.output
+    assert "linear: packed; int8: none, the processor has no AVX-512 VNNI" in found.stdout
