@@ -36,6 +36,7 @@ from decoding.draft_length import Fixed, RoundCosts
 from decoding.drafts import BitWidth, Draft, LayerSkip
 from decoding.kernels.integers import PACKED
 from decoding.profile import Decoding
+from decoding.rounds import Round
 from decoding.target import Target
 from decoding.text import Ending
 from studies.contract import Candidate, Problem, TrialRecord, TrialState, best_trials
@@ -106,7 +107,16 @@ def _bench(target: Target, table: CostTable, baseline: Baseline, seed: int) -> B
         part = draft.skipped(target.num_layers) if draft.runs_model else LayerSkip()
         return table.round_costs(part, MAX_TOKENS, context=PROMPT_LENGTH + NUM_TOKENS / 2, prefix_reuse=False)
 
-    return Bench(target, baseline, decoding=DECODING, seed=seed, clock=PriceList.of_costs(costs_of))
+    def price(draft: Draft, record: Round) -> float:
+        """Return the plain passes that a round costs; the whole target verifies copied tokens and side leaves."""
+        if not draft.drafts:
+            return 1.0
+        costs = costs_of(draft)
+        verifying = costs_of(LayerSkip()) if record.looked_up or record.num_leaves else costs
+        verification = verifying.verify_cost(record.num_drafted + record.num_leaves)
+        return verification if record.looked_up else verification + record.num_drafted * costs.draft_step
+
+    return Bench(target, baseline, decoding=DECODING, seed=seed, clock=PriceList(price))
 
 
 def _timer(target: Target, prices: Mapping[BitWidth, float]) -> Timer:

@@ -8,8 +8,7 @@ from typing import Protocol
 
 import torch
 
-from decoding.draft_length import RoundCosts
-from decoding.drafts import Draft, LayerSkip
+from decoding.drafts import Draft
 from decoding.rounds import Round
 from decoding.timing import stopwatch
 
@@ -59,23 +58,6 @@ class PriceList:
 
     def __init__(self, price: Price) -> None:
         self._price = price
-
-    @classmethod
-    def of_costs(cls, costs_of: Callable[[Draft], RoundCosts]) -> PriceList:
-        """Return the prices of round costs, in units of one plain pass; a plain round costs 1.
-
-        The whole target verifies copied tokens and side leaves, as no states of a shared prefix are known for them.
-        """
-
-        def price(draft: Draft, record: Round) -> float:
-            if not draft.drafts:
-                return 1.0
-            costs = costs_of(draft)
-            verifying = costs_of(LayerSkip()) if record.looked_up or record.num_leaves else costs
-            verification = verifying.verify_cost(record.num_drafted + record.num_leaves)
-            return verification if record.looked_up else verification + record.num_drafted * costs.draft_step
-
-        return cls(price)
 
     def start(self, draft: Draft | None = None) -> Elapsed:
         """Return a function that reads the prices charged so far.

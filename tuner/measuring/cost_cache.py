@@ -27,14 +27,13 @@ from decoding.fingerprint import fingerprint, hash_json
 from decoding.lockstep import shared_batch_size
 from decoding.target import Target
 from studies.costs.table import CostTable
-from studies.costs.terms import Terms
 from tuner.errors import StorageError
 from tuner.inputs.environment import device_name, versions
 from tuner.measuring import cost_table as measured_table
 from tuner.measuring import pass_timer
 from tuner.measuring.cost_table import BUDGET_SECONDS, measure_cost_table, resolve_terms
 from tuner.measuring.machine import MOST_COST_ERROR
-from tuner.progress import Progress, Unwatched
+from tuner.progress import Progress
 
 DECIDING_PACKAGES = ("sdtune", "torch", "transformers")
 
@@ -146,7 +145,11 @@ def cost_table(
     path = folder / key.file_name
     terms = resolve_terms(target, max_tokens=max_tokens, contexts=contexts, bits=bits)
     stored = _read(path, key, progress)
-    if stored is not None and _covers(stored.table, terms):
+    if (
+        stored is not None
+        and stored.table.kinds == terms.kinds
+        and stored.table.covers(terms.widths, terms.contexts, terms.bits)
+    ):
         progress.say(f"costs of {datetime.fromisoformat(stored.created):%d %b %Y %H:%M} UTC, from {path}")
         return stored.table
     table = measure_cost_table(
@@ -163,19 +166,6 @@ def cost_table(
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     _write(path, StoredCosts(key=key, created=created, load=load, table=table), progress)
     return table
-
-
-def stored_table(
-    target: Target, terms: Terms, num_sequences: int = 1, *, folder: Path | None = None
-) -> CostTable | None:
-    """Return the table stored for model and device, if it covers these terms; see `cost_table`."""
-    key = CostKey.of(target, shared_batch_size(target, num_sequences))
-    stored = _read((folder or cache_folder()) / key.file_name, key, Unwatched())
-    return stored.table if stored is not None and _covers(stored.table, terms) else None
-
-
-def _covers(stored: CostTable, terms: Terms) -> bool:
-    return stored.kinds == terms.kinds and stored.covers(terms.widths, terms.contexts, terms.bits)
 
 
 def cache_folder() -> Path:

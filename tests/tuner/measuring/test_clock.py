@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decoding.draft_length import RoundCosts
 from decoding.drafts import LayerSkip, PlainDecoding
 from decoding.rounds import Round
 from tuner.measuring.clock import PriceList, WallClock
@@ -28,21 +27,6 @@ def test_prices_add_up_over_the_rounds_of_a_decoding() -> None:
     elapsed, other = clock.start(LayerSkip.blocks((1,))), clock.start(LayerSkip.blocks((1,)))
     assert [elapsed(None), elapsed(a_round(3)), elapsed(a_round(1))] == [0.0, 6.0, 8.0]
     assert other(a_round(1)) == 2.0, "decodings are charged apart"
-
-
-def test_prices_of_round_costs() -> None:
-    """The whole target verifies copies and leaves: a draft that shares its first blocks with it saves nothing on these."""
-    costs = {
-        LayerSkip.blocks((1,)): RoundCosts(draft_step=0.25, verify=(1.0, 1.1, 1.2)),
-        LayerSkip(): RoundCosts(draft_step=1.0, verify=(1.0, 1.5, 2.0)),
-    }
-    clock = PriceList.of_costs(lambda draft: costs[draft])  # type: ignore[index]
-    skip = LayerSkip.blocks((1,))
-    assert clock.start(skip)(a_round(2)) == pytest.approx(1.2 + 2 * 0.25)
-    assert clock.start(skip)(a_round(2, looked_up=True)) == pytest.approx(2.0), "copied tokens cost no draft pass"
-    with_leaves = clock.start(skip)(a_round(1, num_leaves=3))
-    assert with_leaves == pytest.approx(3.0 + 0.25), "leaves are verified, at no draft pass"
-    assert clock.start(PlainDecoding())(a_round(0)) == 1.0, "plain decoding is the unit"
 
 
 def test_price_list_needs_a_draft() -> None:
