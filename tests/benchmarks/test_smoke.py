@@ -47,7 +47,7 @@ def run(here: Path) -> Run:
     def run(name: str, *arguments: str, **settings: object) -> dict[str, Any]:
         given = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
         found = run_step(
-            f"benchmarks.{name}", *arguments, *given, results=here / "results" / f"{name}.json", timeout=300
+            f"benchmarks.{name}", *arguments, *given, results=here / "results" / f"{name}.json", timeout=900
         )
         assert "failed" not in found, (here / "results" / f"{name}.log").read_text()
         return found
@@ -95,6 +95,34 @@ def test_rules(here: Path, run: Run) -> None:
     assert {"fixed 1", "fixed 2", "ada_edl", "the profile's own"} < set(rows)
     assert sum("*" in row["prompts"] for row in rows.values() if isinstance(row["prompts"], str)) <= 1
     assert all(row["identical"] == 3 for row in rows.values())
+
+
+def test_predictions(here: Path, run: Run) -> None:
+    options = ("--configurations", "5", "--prompts", "3", "--max-tokens", "3")
+    found = run("predictions", *SEARCH, *options, category_column="task", **SIZES)
+    rows = {row["configurations"]: row for row in found["accuracy"]}
+    assert rows["all"]["count"] == 5
+    assert rows["all"]["median error"] >= 0
+    assert {"all, corrected by all others", "all: cost of a round", "category a"} <= set(rows)
+    assert (here / "results" / "predictions.csv").read_text().count("\n") == 6
+
+
+def test_searches(here: Path, run: Run) -> None:
+    found = run("searches", "joint", "swift", "odd_layers", *SEARCH, "--trials", "2", "--seeds", "1", **SIZES)
+    rows = {row["search"]: row for row in found["table"]}
+    assert (rows["joint"]["trials"], rows["swift"]["trials"], rows["odd_layers"]["trials"]) == (2, 2, 1)
+    assert all(row["not identical"] == 0 for row in rows.values())
+    assert (here / "results" / "searches.csv").read_text().count("\n") == 6
+
+
+def test_suite(here: Path, run: Run) -> None:
+    tasks = ("--tasks", "a=prompts.jsonl#task=a", "--methods", "conf_layers", "odd_layers", "absent")
+    sizes = {**SIZES, "prompts_per_trial": 2, "trials": 1, "finalists": 1}
+    found = run("suite", "--models", "tiny=model", *tasks, "--threads", "1", "--out", "suite", **sizes)
+    assert [row["method"] for row in found["table"]] == ["conf_layers", "odd_layers"]
+    assert all(row["not lossless"] == 0 for row in found["table"])
+    (failed,) = found["failed"]
+    assert "unknown study 'absent'" in failed["cause"]
 
 
 def test_demo_model_is_trained_and_read_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
