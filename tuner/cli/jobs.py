@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
+from tuner.cli.options import GroupedCommand, given, keys_of
 from tuner.cli.service import TOKEN
 from tuner.cli.terminal import print_facts, visible
+from tuner.config import SearchConfig
 
 if TYPE_CHECKING:
     from decoding.profile import DraftProfile
@@ -62,22 +64,23 @@ OUT = click.option(
 )
 
 
-@jobs.command()
+@jobs.command(cls=GroupedCommand)
 @click.argument("config", metavar="CONFIG", type=click.Path(path_type=Path))
+@keys_of(SearchConfig)
 @click.option("--queue", default="default", show_default=True, help="Queue of the workers that may run it.")
 @click.option("--wait", is_flag=True, help="Watch the search, and fetch its profile.")
 @OUT
 @click.pass_context
-def submit(context: click.Context, config: Path, queue: str, wait: bool, out: Path) -> None:
+def submit(context: click.Context, config: Path, queue: str, wait: bool, out: Path, **keys: Any) -> None:
     """Queue the search of a configuration; one that was submitted before is found again."""
-    from decoding.documents.strict_yaml import read_mapping, validate
+    from decoding.documents.strict_yaml import merged, read_mapping, validate
     from tuner.errors import ConfigError
     from tuner.service.admission import OF_THE_SERVICE
     from tuner.service.contract import SearchRequest
 
     if wait:
         _check_out(out)
-    settings = read_mapping(config, what="configuration", error=ConfigError)
+    settings = merged(read_mapping(config, what="configuration", error=ConfigError), given(SearchConfig, keys))
     if left_out := [key for key in OF_THE_SERVICE if key in settings]:
         click.echo(f"sdtune: left to the service: {', '.join(left_out)}", err=True)
     kept = {key: value for key, value in settings.items() if key not in OF_THE_SERVICE}

@@ -123,7 +123,7 @@ class GroupedCommand(click.Command):
         """Write one section per heading, in order."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
-            if (record := parameter.get_help_record(ctx)) is not None:
+            if (record := parameter.get_help_record(ctx)) is not None and record[1]:
                 sections.setdefault(getattr(parameter, "heading", "Options"), []).append(record)
         for heading in sorted(sections, key=_rank):
             with formatter.section(heading):

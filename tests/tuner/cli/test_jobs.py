@@ -184,3 +184,21 @@ def test_text_without_control_characters_stays_as_it_is() -> None:
     assert visible(text) == text
     assert visible("a\nb\tc", lines=True) == "a\nb\\tc"
     assert visible("a\nb") == "a\\nb"
+
+
+def test_keys_are_set_on_the_command_line(tmp_path: Path) -> None:
+    app, received = FastAPI(), []
+
+    @app.post("/v1/searches")
+    def _(body: dict[str, Any]) -> Any:
+        received.append(body["config"])
+        return SEARCH
+
+    path = tmp_path / "search.yaml"
+    path.write_text("model: m\ndataset: d\ntrials: 9\nstudies: {joint: {patience: 3}}\n")
+    with listening(app) as address:
+        done = jobs(address, "submit", path, "--set", "trials=2", "--set", "studies.joint.max_tokens=4")
+    assert done.exit_code == 0, done.output
+    assert received == [
+        {"model": "m", "dataset": "d", "trials": 2, "studies": {"joint": {"patience": 3, "max_tokens": 4}}}
+    ]
