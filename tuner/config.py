@@ -248,31 +248,16 @@ class SearchConfig(DataSettings, ModelSettings):
     )
     engine_home: EngineHome = None
     engine_args: EngineArgs = None
-    executor: Literal["local", "ray"] = Field(
-        "local",
-        description="Where trials run and heads are trained: local, one after another in this process; ray, several at a time on "
-        "the devices of a Ray cluster. All else, race and confirmation included, runs in this process.",
+    workers: int = Field(
+        1,
+        ge=1,
+        description="Processes of this host that run the search, each on a GPU or an equal share of the processors of its own.",
         json_schema_extra=EXECUTOR,
     )
-    ray_address: str = Field(
-        "auto",
-        description="The Ray cluster: HOST:6379, or auto, the one that this machine belongs to.",
-        json_schema_extra={**EXECUTOR, "metavar": "ADDRESS"},
-    )
-    ray_label: str | None = Field(
+    ray: str | None = Field(
         None,
-        description="Use the nodes with this label (ray start --labels device=NAME); default: on all. Their devices must "
-        "be of the kind that this process runs on.",
-        json_schema_extra={**EXECUTOR, "metavar": "NAME"},
-    )
-    ray_devices: int | None = Field(
-        None, ge=1, description="Most devices to use; default: all of these nodes.", json_schema_extra=EXECUTOR
-    )
-    repeats: int = Field(
-        2,
-        ge=0,
-        description="Times that a trial on a Ray device is measured again if other processes or lowered clocks disturbed it.",
-        json_schema_extra=EXECUTOR,
+        description="Run the search on every device of this Ray cluster: HOST:6379, or auto, the one that this machine belongs to.",
+        json_schema_extra={**EXECUTOR, "metavar": "ADDRESS"},
     )
     heads: Path = Field(
         Path("exit_heads"),
@@ -350,17 +335,13 @@ class SearchConfig(DataSettings, ModelSettings):
 
     @model_validator(mode="after")
     def _devices_are_asked_for(self) -> SearchConfig:
-        if self.executor == "local":
-            keys = ("ray_address", "ray_label", "ray_devices", "repeats")
-            if given := [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]:
-                raise ValueError(f"{', '.join(given)}: settings of Ray devices: give --executor ray as well")
-        elif self.deploy_to is not None:
+        several = {"workers": self.workers > 1, "ray": self.ray is not None}
+        given = [name for name, is_given in several.items() if is_given]
+        if len(given) == 2:
+            raise ValueError("workers, ray: processes of this host or of a cluster: leave out one of the two")
+        if given and self.device == "spread":
             raise ValueError(
-                "executor: trials of a search for an engine run in this process: leave out deploy_to or executor"
-            )
-        elif self.device == "spread":
-            raise ValueError(
-                "executor: a Ray device is one GPU, and the device spread is all of them: leave out one of the two"
+                f"{given[0]}: a process has one GPU, and the device spread is all of them: leave out one of the two"
             )
         return self
 
@@ -408,19 +389,6 @@ class SearchConfig(DataSettings, ModelSettings):
     def resolved_experiment(self) -> str:
         """Return the given name of the experiment, or one made of the last parts of model and dataset."""
         return self.experiment or f"{Path(self.model).name}-{Path(self.dataset).stem}"
-
-    @property
-    def study_groups(self) -> list[list[str]]:
-        """Studies in groups that may run beside each other, in order: in this process each study alone.
-
-        A study that reads the trials of earlier ones begins a group.
-        """
-        groups: list[list[str]] = []
-        for name in self.study:
-            if not groups or self.executor == "local" or self.study_settings(name).reads_earlier:
-                groups.append([])
-            groups[-1].append(name)
-        return groups
 
     @staticmethod
     def _validated(name: str, settings: Mapping[str, Any]) -> Any:

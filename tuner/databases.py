@@ -13,6 +13,8 @@ from urllib.parse import quote
 
 from decoding.errors import SdtuneError
 
+TABLES = ("studies", "dbos_migrations")
+"""Tables of which a storage of trials has one. The tuning service's database has those of DBOS before it has studies."""
 SQLITE = re.compile(r"sqlite(?:\+\w+)?:///([^?]*)")
 PRIVATE = 0o600
 """Mode of a database: it holds texts."""

@@ -51,11 +51,11 @@ def listening(app: Any) -> Iterator[str]:
 
 @contextmanager
 def working(
-    folder: Path, jobs: Jobs, run: RunJob, beat: float = 0.2, executor: Mapping[str, Any] = MappingProxyType({})
+    folder: Path, jobs: Jobs, run: RunJob, beat: float = 0.2, engine: Mapping[str, Any] = MappingProxyType({})
 ) -> Iterator[None]:
     """Run a worker."""
     settings = WorkerSettings(
-        jobs.database, f"sqlite:///{folder / 'mlflow.db'}", folder / "searches", "cpu", beat=beat, executor=executor
+        jobs.database, f"sqlite:///{folder / 'mlflow.db'}", folder / "searches", "cpu", beat=beat, engine=engine
     )
     worker = SearchWorker(settings, run=run)
     thread = threading.Thread(target=worker.run)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tuner.databases import make_private, refuse_unusable_database, sqlite_path
+from tuner.databases import TABLES, make_private, refuse_unusable_database, sqlite_path
 from tuner.errors import StorageError
-from tuner.search.storage import TABLES, StudyStore
+from tuner.search.storage import StudyStore
 from tuner.service.jobs import Jobs
 from tuner.tracking import opened_store
 

@@ -37,10 +37,6 @@ OF_THE_SEARCH = (
     "dtype",
     "device",
     "threads",
-    "executor",
-    "ray_address",
-    "ray_label",
-    "ray_devices",
     "heads",
     "tracking_uri",
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,11 +55,8 @@ FLAGS = (
     "exact",
     "deploy_to",
     "engine_home",
-    "executor",
-    "ray_address",
-    "ray_label",
-    "ray_devices",
-    "repeats",
+    "workers",
+    "ray",
     "heads",
     "storage",
     "tracking_uri",
@@ -92,15 +91,33 @@ def search(config_file: Path | None, dry_run: bool, **flags: Any) -> None:
     config = load_config(config_file, given(SearchConfig, flags))
     check_names(model=config.model, revision=config.revision, dataset=config.dataset, out=config.out)
 
-    from tuner.search.held_out import results_table
-    from tuner.search.memory_plan import memory_table, plan_memory, search_time
-    from tuner.search.run import InterruptedSearchError
-    from tuner.search.run import search as run_search
-    from tuner.search.task import open_budget, prepare
+    from tuner.search.several import workers_beside
     from tuner.tracking import check_store
 
     check_store(config.tracking_uri)
     quieten_optuna()
+    if config.ray is not None and not dry_run:
+        _search_on_ray(config)
+        return
+    with nullcontext() if dry_run else workers_beside(config, sys.argv[1:]):
+        _search_here(config, clock, dry_run=dry_run)
+
+
+def _search_on_ray(config: SearchConfig) -> None:
+    from tuner.search.finished import write_stored
+    from tuner.search.several import search_on_ray
+
+    with progress_on_stderr() as progress:
+        search_on_ray(config, progress)
+    _print_result(Console(), write_stored(config), config)
+
+
+def _search_here(config: SearchConfig, clock: StageClock, *, dry_run: bool) -> None:
+    from tuner.search.memory_plan import memory_table, plan_memory, search_time
+    from tuner.search.run import InterruptedSearchError
+    from tuner.search.run import search as run_search
+    from tuner.search.task import open_budget, prepare
+
     use_threads(config.threads)
     results = Console()
     if dry_run:
@@ -119,6 +136,12 @@ def search(config_file: Path | None, dry_run: bool, **flags: Any) -> None:
     if interrupted is not None:  # said when the bar is gone: it would draw over the message
         _print_interrupted(interrupted)
         raise KeyboardInterrupt
+    _print_result(results, found, config)
+
+
+def _print_result(results: Console, found: SearchResult, config: SearchConfig) -> None:
+    from tuner.search.held_out import results_table
+
     results.print(results_table(found.rows, found.comparison))
     _print_conclusion(results, found, config)
 

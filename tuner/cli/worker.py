@@ -17,11 +17,6 @@ from tuner.errors import ConfigError
 from tuner.fields import DEFAULT_STORE
 
 OF_THE_WORKER = (
-    "executor",
-    "ray_address",
-    "ray_label",
-    "ray_devices",
-    "repeats",
     "deploy_to",
     "engine_home",
     "engine_args",
@@ -51,10 +46,9 @@ def worker(
 ) -> None:
     """Run the searches of a queue, one at a time.
 
-    With --executor ray, trials run on the devices of a Ray cluster, and all else on --device. With --deploy-to, the searches of the
-    queue are for that engine, which runs here. Requests choose neither.
+    With --deploy-to, the searches of the queue are for that engine, which runs here. Requests do not choose it.
 
-    Run one worker for each device. If one dies, another takes over its search: finished trials and steps are not repeated. Workers
+    Run one worker for each device. If one dies, another takes over its search: finished trials are not repeated. Workers
     on several machines need PostgreSQL as --database and one --folder. Ctrl-C or SIGTERM ends the worker, and its search is taken
     over, or continued when the next worker starts.
 
@@ -62,7 +56,6 @@ def worker(
     Examples:
       sdtune worker --threads 8
       sdtune worker --device cuda:0 --queue NVIDIA-H100 --database postgresql+psycopg://sdtune@db/sdtune --folder /shared/searches
-      sdtune worker --device cuda:0 --executor ray --ray-label H100
     """
     from tuner.service.installed import check_installed
 
@@ -71,22 +64,16 @@ def worker(
     from tuner.service.worker import SearchWorker, WorkerSettings
 
     use_threads(threads)
-    executor = _checked(given(SearchConfig, flags), device)
-    made = SearchWorker(WorkerSettings(database, tracking_uri, folder, device, queue, name, executor))
-    # After a connection to Ray, which sets handlers of its own.
+    engine = _checked(given(SearchConfig, flags), device)
+    made = SearchWorker(WorkerSettings(database, tracking_uri, folder, device, queue, name, engine))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: made.stop())
     click.echo(f"sdtune: worker {made.name} serves the queue {queue!r}", err=True)
     made.run()
 
 
-def _checked(executor: dict[str, Any], device: str) -> dict[str, Any]:
-    """Return the settings of the trials' devices. Raises `ConfigError` if they contradict each other, or if there is no cluster."""
+def _checked(engine: dict[str, Any], device: str) -> dict[str, Any]:
+    """Return the settings of the engine. Raises `ConfigError` if they contradict each other."""
     any_search = {"model": "-", "dataset": "-", "device": device}
-    config = validate(SearchConfig, {**any_search, **executor}, source="command line", error=ConfigError)
-    if config.executor == "ray":
-        from tuner.executors.ray_cluster import check_devices
-        from tuner.inputs.models import resolve_device
-
-        check_devices(config, resolve_device(config.device).type)
-    return executor
+    validate(SearchConfig, {**any_search, **engine}, source="command line", error=ConfigError)
+    return engine

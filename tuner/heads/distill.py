@@ -22,15 +22,13 @@ from decoding.exit_heads import (
 from decoding.fingerprint import Fingerprint, fingerprint, hash_json
 from decoding.target import Target
 from tuner.config import DistillSettings, SearchConfig
-from tuner.executors.local import HereExecutor
 from tuner.fields import DATA_FIELDS, PromptSettings
 from tuner.heads.checkpoint import differences, stored_exits
-from tuner.heads.group import GroupData, GroupTrainer, TrainedGroup
+from tuner.heads.group import GroupData
 from tuner.heads.head_files import CURVE, HeadFiles, num_response_tokens
 from tuner.heads.here import OnLosses, TrainerHere
 from tuner.heads.kinds import HEAD_KINDS, HeadKind
 from tuner.heads.memory import heads_that_fit
-from tuner.heads.on_devices import TrainingDevices
 from tuner.heads.texts import GeneratedText, TextPlan, generate_texts
 from tuner.heads.time_limit import TimeLimit
 from tuner.heads.time_plan import DistillationTime, distillation_time
@@ -38,7 +36,7 @@ from tuner.heads.training import Losses
 from tuner.heads.vocabulary import draft_vocabulary_size
 from tuner.inputs.environment import device_name, git_revision, versions
 from tuner.inputs.memory import ModelSize, explained_shortage, free_bytes, refuse_too_large, size_of_checkpoint
-from tuner.inputs.models import Loaded, load, resolve_device
+from tuner.inputs.models import Loaded, load
 from tuner.inputs.prompts import Prompt, PromptSet, load_prompts, search_prompts
 from tuner.inputs.rows import open_rows
 from tuner.measuring.pulse import measure_pulse
@@ -180,10 +178,6 @@ def prepare(config: SearchConfig, progress: Progress) -> Distillation:
     check_folder_writable(config.heads, what="exit heads", error=DistillationError)
     size = size_of_checkpoint(config.model, revision=config.revision, dtype=config.dtype, device=config.device)
     refuse_too_large(size, free_bytes(config.device), config.model)
-    if config.executor == "ray":
-        from tuner.executors.ray_cluster import check_devices
-
-        check_devices(config, resolve_device(config.device).type)
     rows = open_rows(config.dataset, config)
     progress.stage(f"loading {config.model}")
     loaded = load(config.model, revision=config.revision, dtype=config.dtype, device=config.device)
@@ -284,17 +278,16 @@ def distil(
     *,
     on_losses: OnLosses = lambda num_before, losses: None,
     overwrite: bool = False,
-    devices: TrainingDevices | None = None,
 ) -> Distilled:
     """Train heads for `exits` and write them into the folder, replacing existing ones.
 
-    As many heads as fit in the memory are trained together, group after group, or beside each other on `devices`. A head is the
+    As many heads as fit in the memory are trained together, group after group. A head is the
     same in any group and place, unless a time limit ends its training. The limit covers texts, training and evaluation: texts get
     at most `WRITING_SHARE` of it, each group its share of the rest, and the learning-rate schedule is compressed to fit. A stopped
-    run resumes from its texts, its finished heads and its last checkpoint, which only a group in this process has; a group that an
-    earlier run finished does not count. Raises `DistillationError` if there is too little training text, the loss diverges, the
+    run resumes from its texts, its finished heads and its last checkpoint, a group that an earlier run finished does not
+    count. Raises `DistillationError` if there is too little training text, the loss diverges, the
     folder cannot be used, or the checkpoint belongs to another distillation and `overwrite` is false. Raises `ExitHeadError` if a
-    head cannot be written, and `SearchError` if no device is left.
+    head cannot be written.
     """
     limit = TimeLimit.least_of(work.settings.timeout, work.most_seconds)
     texts = _training_texts(work, limit, progress)
@@ -306,30 +299,15 @@ def distil(
     before = data.evaluate(work.target, untrained, progress.advance)
     evaluated = limit.spent - evaluated
     files = HeadFiles(work, data, exits, before)
-    begun, others = _groups(work, exits, progress, 1 if devices is None else devices.count)
-    here = HereExecutor[GroupTrainer](
-        TrainerHere(work.target, data, work.checkpoint, work.identity, progress, on_losses, overwrite)
-    )
-    files.run(begun if devices else [*begun, *others], here, limit, evaluated)
-    if devices and others:
-        with devices.open(work.target, work.model, data, progress) as pool:
-            heads = sum(map(len, others))
-            progress.stage(f"training {heads} heads on {pool.num_devices} devices", heads)
-
-            def report(trained: TrainedGroup) -> None:
-                progress.advance(len(trained.heads))
-                on_losses(0, trained.losses)
-
-            files.run(others, pool, limit, evaluated, report)
+    trainer = TrainerHere(work.target, data, work.checkpoint, work.identity, progress, on_losses, overwrite)
+    files.run(_groups(work, exits, progress), trainer, limit, evaluated)
     facts = {exit_layer: files.facts[exit_layer] for exit_layer in exits}
     paths = {layer: work.path(layer) for layer in facts}
     return Distilled(paths, work.folder, facts, files.losses, data.writing_seconds, files.training_seconds)
 
 
-def _groups(
-    work: Distillation, exits: Sequence[int], progress: Progress, num_devices: int
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return the exits in groups that are trained together: those of a checkpoint, which stay together, and the others."""
+def _groups(work: Distillation, exits: Sequence[int], progress: Progress) -> list[tuple[int, ...]]:
+    """Return the exits in groups that are trained together: those of a checkpoint, which stay together, then the others."""
     at_once = _heads_at_once(work, len(exits))
     if at_once < len(exits):
         progress.say(
@@ -337,12 +315,7 @@ def _groups(
         )
     begun = stored_exits(work.checkpoint) if work.checkpoint.exists() else frozenset()
     parts = [[layer for layer in exits if layer in begun], [layer for layer in exits if layer not in begun]]
-    sizes = at_once, min(at_once, max(1, -(-len(parts[1]) // num_devices)))
-    found = [
-        [tuple(part[first : first + size]) for first in range(0, len(part), size)]
-        for part, size in zip(parts, sizes, strict=True)
-    ]
-    return found[0], found[1]
+    return [tuple(part[first : first + at_once]) for part in parts for first in range(0, len(part), at_once)]
 
 
 def _heads_at_once(work: Distillation, num_exits: int) -> int:
@@ -371,7 +344,6 @@ def distil_and_track(
                 progress,
                 on_losses=partial(log_losses, tracker),
                 overwrite=overwrite,
-                devices=TrainingDevices.of(config, work.target),
             )
         log_distilled(tracker, distilled)
     except KeyboardInterrupt:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -83,22 +82,3 @@ class TrainedGroup:
     """One entry per step."""
     seconds: float
     """Of training."""
-
-
-class GroupTrainer(Protocol):
-    """A device as the training of a group sees it."""
-
-    def train(self, exits: Sequence[int], most_seconds: float | None) -> TrainedGroup:
-        """Train the heads of these exits, for `most_seconds` at most.
-
-        Raises `DistillationError` if a loss is not finite, and `DeviceLostError` if the device is lost.
-        """
-
-
-def training_of(exits: Sequence[int], most_seconds: float | None) -> Callable[[GroupTrainer], TrainedGroup]:
-    """Return the work of a group; see `tuner.executors.contract.Work`."""
-    return partial(_train, exits, most_seconds)
-
-
-def _train(exits: Sequence[int], most_seconds: float | None, trainer: GroupTrainer) -> TrainedGroup:
-    return trainer.train(exits, most_seconds)

@@ -1,17 +1,15 @@
-"""The groups of a distillation on an executor, and the files of their heads."""
+"""The groups of a distillation, and the files of their heads."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from decoding.documents.atomic_write import write_atomically
-from decoding.drafts import compact_indices
 from decoding.errors import DistillationError
 from decoding.exit_heads import HeadFacts, HeadTraining, prompt_sha256, save_head
-from tuner.executors.contract import Executor
-from tuner.heads.group import GroupData, GroupTrainer, TrainedGroup, training_of
+from tuner.heads.group import GroupData, TrainedGroup
+from tuner.heads.here import TrainerHere
 from tuner.heads.kinds import Figures
 from tuner.heads.report import loss_curve_csv
 from tuner.heads.texts import GeneratedText
@@ -26,7 +24,7 @@ CURVE = "training_curve.csv"
 
 
 class HeadFiles:
-    """The heads of one distillation: trained in groups on an executor, and written as soon as their group has ended."""
+    """The heads of one distillation: trained in groups, and written as soon as their group has ended."""
 
     def __init__(
         self, work: Distillation, data: GroupData, exits: Sequence[int], before: Mapping[int, Figures]
@@ -40,27 +38,15 @@ class HeadFiles:
     def run(
         self,
         groups: Sequence[tuple[int, ...]],
-        executor: Executor[GroupTrainer],
+        trainer: TrainerHere,
         limit: TimeLimit,
         evaluation_seconds: float,
-        on_trained: Callable[[TrainedGroup], None] = lambda trained: None,
     ) -> None:
         """Train these groups, and write each head as soon as its group has ended."""
-        waiting, num_running = deque(groups), 0
-        while waiting or num_running:
-            if waiting and num_running < executor.num_devices:
-                group = waiting.popleft()
-                seconds = limit.for_group(
-                    len(group), len(self._exits) - self._num_begun, evaluation_seconds, executor.num_devices
-                )
-                self._num_begun += len(group)
-                num_running += 1
-                executor.submit(f"training of heads {compact_indices(group)}", training_of(group, seconds))
-            else:
-                _, trained = executor.wait()
-                num_running -= 1
-                self._write(trained)
-                on_trained(trained)
+        for group in groups:
+            seconds = limit.for_group(len(group), len(self._exits) - self._num_begun, evaluation_seconds)
+            self._num_begun += len(group)
+            self._write(trainer.train(group, seconds))
 
     def _write(self, trained: TrainedGroup) -> None:
         work = self._work

@@ -20,7 +20,7 @@ OnLosses = Callable[[int, Sequence[Losses]], None]
 
 @dataclass(frozen=True)
 class TrainerHere:
-    """Trains on the target of this process; see `GroupTrainer`."""
+    """Trains on the target of this process."""
 
     target: Target
     data: GroupData
@@ -33,7 +33,10 @@ class TrainerHere:
     """Train anew if the checkpoint belongs to another distillation; it is refused otherwise."""
 
     def train(self, exits: Sequence[int], most_seconds: float | None) -> TrainedGroup:
-        """See `GroupTrainer.train`. Goes on from the checkpoint if there is one."""
+        """Train the heads of these exits, for `most_seconds` at most; go on from the checkpoint if there is one.
+
+        Raises `DistillationError` if a loss is not finite.
+        """
         settings, progress = self.data.settings, self.progress
         run = self.data.new_run(self.target, exits, most_seconds)
         heads = "head" if len(exits) == 1 else "heads"

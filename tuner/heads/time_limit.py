@@ -45,14 +45,13 @@ class TimeLimit:
         """Seconds so far."""
         return self._before + time.perf_counter() - self._start
 
-    def for_group(self, num_heads: int, num_left: int, evaluation_seconds: float, num_devices: int = 1) -> float | None:
+    def for_group(self, num_heads: int, num_left: int, evaluation_seconds: float) -> float | None:
         """Return the seconds of training `num_heads` of the `num_left` heads that are left, or None if unlimited.
 
-        Each of `num_devices` trains its share of those left. `evaluation_seconds` were taken by evaluating all exits without heads.
+        `evaluation_seconds` were taken by evaluating all exits without heads.
         At least one step is always trained.
         """
         if self.seconds is None:
             return None
         left = self.seconds - self.spent - EVALUATION_MARGIN * evaluation_seconds
-        of_device = -(-num_left // num_devices)
-        return max(1e-3, left * min(num_heads, of_device) / of_device)
+        return max(1e-3, left * num_heads / num_left)

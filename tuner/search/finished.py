@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from datetime import UTC, datetime
 from typing import Any
 
@@ -9,10 +10,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from studies.contract import Candidate
 from studies.measurement import Measurement
+from tuner.addresses import without_password
+from tuner.config import SearchConfig
+from tuner.errors import SearchError
 from tuner.search.decision import Confirmed
 from tuner.search.outcome import SearchResult
 from tuner.search.race import Finalist
 from tuner.search.storage import FINISHED, StudyStore
+from tuner.search.task import settings_sha256
 
 CONFIRMED, WINNERS = "confirmed", "confirmed_winners"
 """Notes of an experiment: measurements by candidate, and the winners so far in order."""
@@ -68,3 +73,19 @@ def _read(noted: dict[str, Any]) -> SearchResult | None:
         return _RESULTS.validate_python(noted["result"])
     except ValidationError:  # of another version: its confirmations still count
         return None
+
+
+def write_stored(config: SearchConfig) -> SearchResult:
+    """Write the profile of a search that other hosts have ended, and return its result. Raises `SearchError` without one."""
+    store = StudyStore(config.storage, config.resolved_experiment())
+    try:
+        found = finished_result(store, settings_sha256(config))
+    finally:
+        store.close()
+    if found is None:
+        raise SearchError(f"no result is stored in {without_password(config.storage)}")
+    for name in found[0].profile.draft.files:
+        if not (copy := config.out.parent / name).exists():
+            shutil.copy(config.heads / name, copy)
+    found[0].profile.save(config.out)
+    return found[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
@@ -46,13 +46,12 @@ class Workload:
     def of(cls, config: SearchConfig, size: ModelSize) -> Workload:
         """Return the workload of a search, as far as its settings say; all heads that its studies want count as missing."""
         settings = [config.study_settings(name) for name in config.study]
-        groups = [[config.study_settings(name) for name in group] for group in config.study_groups]
         wanted = {layer for each in settings for layer in each.wanted_heads(size.num_layers)}
         return cls(
             prompt_tokens=config.max_prompt_tokens or PROMPT_TOKENS,
             new_tokens=config.max_new_tokens,
             batch_size=config.batch_size,
-            num_surveyed=max(_num_surveyed_beside(group, config) for group in groups),
+            num_surveyed=max(_num_surveyed(each, config) for each in settings),
             num_distilled=len(wanted) if config.distill == "auto" else 0,
             distillation=config.distillation,
             bits=config.wanted_bits(resolve_device(config.device)),
@@ -189,13 +188,6 @@ def _rows(plan: MemoryPlan) -> Iterator[tuple[str, int, str]]:
     if plan.distillation:
         note = f"{work.num_distilled} heads, {plan.heads_at_once} at a time; not together with cache and surveys"
         yield "distillation", plan.distillation, note
-
-
-def _num_surveyed_beside(group: Sequence[object], config: SearchConfig) -> int:
-    """Return the most sequences surveyed at a time by studies beside each other: those that predict keep their surveys."""
-    found = [_num_surveyed(each, config) for each in group]
-    kept = [num for num, each in zip(found, group, strict=True) if getattr(each, "pool_tokens", None) is not None]
-    return max(*found, sum(kept))
 
 
 def _num_surveyed(settings: object, config: SearchConfig) -> int:

@@ -24,7 +24,7 @@ from optuna.trial import TrialState as OptunaState
 
 from decoding.errors import first_line, one_line
 from studies.contract import Candidate, Study, StudySetup, TrialRecord
-from tuner.databases import make_private, refuse_unusable_database, sqlite_path
+from tuner.databases import TABLES, make_private, refuse_unusable_database, sqlite_path
 from tuner.errors import StorageError, StorageOutageError, without_password
 from tuner.review.document import described
 
@@ -48,8 +48,6 @@ RUNS = "run"
 """Notes of a search: when each run of it began and was last heard of, in seconds since 1970."""
 FINISHED = "result"
 """Note of an experiment: the result of its last whole run, and the command that gave it."""
-TABLES = ("studies", "dbos_migrations")
-"""Tables of which a database of ours has one. The tuning service's database has those of DBOS before it has studies."""
 LOCK_SECONDS = 60
 """Seconds to wait for a SQLite file that another process is writing to."""
 BEAT_SECONDS, GRACE_SECONDS = 5, 15

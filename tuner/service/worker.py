@@ -1,4 +1,4 @@
-"""A worker: one process that runs the searches of a queue, one at a time, on one device or with trials on a cluster.
+"""A worker: one process that runs the searches of a queue, one at a time, on one device.
 
 It holds a lease for as long as it lives. Jobs of workers that died are queued again by the others. A worker that was silent for so
 long that its lease was taken ends at once: its job may run elsewhere.
@@ -45,8 +45,8 @@ class WorkerSettings:
     device: str = "auto"
     queue: str = DEFAULT_QUEUE
     name: str | None = None
-    executor: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of a configuration that the operator decides: the devices that trials run on, or the engine that searches are for."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of a configuration that the operator decides: the engine that searches are for."""
     beat: float = BEAT_SECONDS
     grace: float = GRACE_SECONDS
 
@@ -176,7 +176,7 @@ def run_job(
     folder = settings.folder / job
     folder.mkdir(parents=True, exist_ok=True)
     whole = placed(
-        {**config, "device": settings.device, **settings.executor},
+        {**config, "device": settings.device, **settings.engine},
         job,
         database=settings.database,
         tracking_uri=settings.tracking_uri,

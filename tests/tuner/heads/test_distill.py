@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import mlflow
@@ -22,15 +21,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tuner.heads.distill
 import tuner.heads.group
 import tuner.heads.here
-from decoding.errors import DistillationError
 from decoding.exit_heads import load_exit_head, load_feature_head, prompt_sha256, read_facts
 from decoding.target import Target
 from tests.support.commands import command_line
-from tests.support.here_devices import HereDevices
 from tests.support.paths import ROOT
 from tests.support.refusals import refused
 from tuner.cli.main import main
-from tuner.executors.contract import DeviceLostError
 from tuner.fields import PromptSettings
 from tuner.heads.evaluation import evaluate
 from tuner.heads.feature_training import evaluate_steps
@@ -414,100 +410,6 @@ class TestStopping:
         refused(run_distill(steps="5"), "unfinished distillation with another steps", "--overwrite")
         assert run_distill(steps="5", overwrite=True).exit_code == 0
         assert "checkpoint.pt" not in _files(workplace / "heads")
-
-
-class TestDevices:
-    """Groups of heads on the devices of a cluster, which are objects of this process."""
-
-    def test_heads_of_devices_are_those_of_one_process(
-        self, run_distill: DistillCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        meeting = Barrier(2)
-
-        def meet(device: str, method: str) -> None:
-            if method == "train":
-                meeting.wait(60)  # until the other device has a group, too
-
-        devices = HereDevices(monkeypatch, meet)
-        here = run_distill(exit_layers="1-4", out="here")
-        assert here.exit_code == 0, here.output
-        assert devices.opened == []
-        there = run_distill(exit_layers="1-4", out="there", executor="ray", ray_label="h")
-        assert there.exit_code == 0, there.output
-        assert sorted(devices.opened) == ["h 0", "h 1"]
-        assert _files(workplace / "there") == _files(workplace / "here")
-        assert _weights(workplace / "there") == _weights(workplace / "here")
-        figures = [
-            {
-                path.name: (facts := read_facts(path).training) and (facts.before, facts.after)
-                for path in _heads(workplace / name)
-            }
-            for name in ("here", "there")
-        ]
-        assert figures[0] == figures[1]
-        curves = [(workplace / name / "training_curve.csv").read_text() for name in ("here", "there")]
-        assert curves[0] == curves[1]
-
-    def test_the_group_of_a_lost_device_is_trained_again(
-        self, run_distill: DistillCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        assert run_distill(out="here").exit_code == 0
-        losses = iter([DeviceLostError("its host is away")])
-
-        def lose_one(device: str, method: str) -> None:
-            if method == "train":
-                for loss in losses:
-                    raise loss
-
-        devices = HereDevices(monkeypatch, lose_one)
-        there = run_distill(out="there", executor="ray", ray_label="h")
-        assert there.exit_code == 0, there.output
-        assert "is lost (its host is away): training of heads" in there.stderr
-        assert len(devices.opened) == 3
-        assert _weights(workplace / "there") == _weights(workplace / "here")
-
-    def test_a_group_that_loses_one_device_after_another_ends_the_distillation(
-        self, run_distill: DistillCommand, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def lose(device: str, method: str) -> None:
-            if method == "train":
-                raise DeviceLostError("killed")
-
-        HereDevices(monkeypatch, lose)
-        result = run_distill(exit_layers="2", executor="ray", ray_label="h")
-        assert result.exit_code == 2
-        assert "3 devices were lost while heads 2 were trained, the last one: killed" in result.output
-
-    def test_what_fails_on_a_device_is_told_in_its_words(
-        self, run_distill: DistillCommand, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def diverge(*_: Any) -> None:
-            raise DistillationError("the loss of exit 2 is nan at step 1")
-
-        HereDevices(monkeypatch)
-        monkeypatch.setattr(tuner.heads.group, "train", diverge)
-        result = run_distill(exit_layers="2", executor="ray", ray_label="h")
-        assert result.exit_code == 2
-        assert "h 0: the loss of exit 2 is nan at step 1" in result.output or "h 1: the loss" in result.output
-
-    def test_a_group_that_was_stopped_in_this_process_goes_on_here(
-        self, run_distill: DistillCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        assert run_distill(out="whole").exit_code == 0
-        honest = tuner.heads.here.save_checkpoint
-
-        def stop(run: Run, *rest: Any) -> None:
-            honest(run, *rest)
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patched:
-            patched.setattr(tuner.heads.here, "save_checkpoint", stop)
-            run_distill(out="stopped", heads_at_once="1")
-        HereDevices(monkeypatch)
-        resumed = run_distill(out="stopped", executor="ray", ray_label="h")
-        assert resumed.exit_code == 0, resumed.output
-        assert "resuming a stopped distillation after step 4" in resumed.stderr
-        assert _weights(workplace / "stopped") == _weights(workplace / "whole")
 
 
 def _heads(folder: Path) -> list[Path]:

@@ -47,16 +47,6 @@ def plan(config: SearchConfig, free: int | None = 80 * GB) -> MemoryPlan:
     return MemoryPlan(size, Workload.of(config, size), free)
 
 
-def test_studies_beside_each_other_keep_their_surveys_at_a_time(config: SearchConfig) -> None:
-    def surveyed(executor: str, *study: str) -> int:
-        return plan(config.model_copy(update={"executor": executor, "study": study})).work.num_surveyed
-
-    alone = [surveyed("local", name) for name in ("joint", "exit_layer")]
-    assert surveyed("local", "joint", "exit_layer") == max(alone)
-    assert surveyed("ray", "joint", "exit_layer") == sum(alone)
-    assert surveyed("ray", "joint", "conf_layers") == surveyed("local", "joint", "conf_layers"), "it keeps no survey"
-
-
 def test_sizes_of_the_demo_model_are_those_of_its_file() -> None:
     (path,) = DEMO.glob("*.safetensors")
     with safe_open(path, framework="pt") as weights:

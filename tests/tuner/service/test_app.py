@@ -122,7 +122,7 @@ def test_data_set_with_other_contents_is_another_job(client: TestClient, folder:
         ({"distillation": {"training_dataset": "/etc/passwd"}}, "dataset: '/etc/passwd' is not on the list"),
         ({"out": "/etc/passwd"}, "out: the service and its workers decide this"),
         ({"storage": "sqlite:///x", "heads": "x"}, "heads, storage: the service and its workers decide this"),
-        ({"executor": "ray", "ray_label": "H100"}, "executor, ray_label: the service and its workers decide this"),
+        ({"workers": 4, "ray": "auto"}, "ray, workers: the service and its workers decide this"),
         ({"trust_remote_code": True}, "trust_remote_code"),
         ({"trials": -1}, "trials"),
     ],

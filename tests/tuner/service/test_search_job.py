@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from tests.support.service import serving, until, working
 from tuner.cli.main import main
 from tuner.config import SearchConfig
 from tuner.errors import StorageError, TrackingOutageError
-from tuner.executors import ray_cluster
 from tuner.progress import Unwatched
 from tuner.search.run import search
 from tuner.search.task import prepare
@@ -79,30 +78,19 @@ def test_the_engine_of_a_search_is_the_workers(tmp_path: Path, jobs: Jobs, monke
 
     monkeypatch.setattr("tuner.search.task.prepare", stop)
     engine = {"deploy_to": "llama.cpp", "engine_home": str(tmp_path), "engine_args": "--threads 2"}
-    settings = WorkerSettings(jobs.database, "sqlite:///mlflow.db", tmp_path, "cpu", executor=engine)
+    settings = WorkerSettings(jobs.database, "sqlite:///mlflow.db", tmp_path, "cpu", engine=engine)
     with pytest.raises(StorageError, match="seen"):
         run_job("a", {"model": "m", "dataset": "d"}, settings, jobs)
     assert seen == [("llama.cpp", tmp_path, "--threads 2")]
 
 
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        (("--ray-label", "H100"), "ray_label: settings of Ray devices: give --executor ray as well"),
-        (("--executor", "ray", "--device", "spread"), "a Ray device is one GPU, and the device spread is all of them"),
-        (("--executor", "ray"), "pip install 'sdtune[ray]'"),
-        (("--executor", "ray", "--deploy-to", "vllm"), "leave out deploy_to or executor"),
-        (("--engine-home", "x"), "engine_home: settings of the engine of deploy_to, which is not given"),
-    ],
-)
-def test_a_worker_without_its_devices_does_not_begin(
-    tmp_path: Path, flags: Sequence[str], why: str, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_for_an_engine_that_is_not_named_does_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ray_cluster, "ray", None)
-    result = CliRunner().invoke(main, ["worker", *flags])
+    result = CliRunner().invoke(main, ["worker", "--engine-home", "x"])
     assert result.exit_code == 2
-    assert why in result.output
+    assert "engine_home: settings of the engine of deploy_to, which is not given" in result.output
     assert list(tmp_path.iterdir()) == [], "no database was made"
 
 

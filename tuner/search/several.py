@@ -1,0 +1,164 @@
+"""Several processes that run one search on one storage: more on this host, or one on each device of a Ray cluster.
+
+Each is the same search: it joins those that run, and the first at the end of the trials writes the result. No other module of a
+search imports Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decoding.errors import SdtuneError, first_line
+from tuner.config import SearchConfig
+from tuner.errors import ConfigError, SearchError
+from tuner.inputs.models import resolve_device
+from tuner.progress import Progress, Unwatched
+
+MOST_LOST = 3
+"""Times that a device's search begins again after its process or host died."""
+END_SECONDS = 60.0
+"""Seconds for the other processes of this host to show the result before they are stopped."""
+
+try:
+    import ray
+except ImportError:  # an optional dependency: `search_on_ray` says what to install
+    ray = None
+
+
+@contextmanager
+def workers_beside(config: SearchConfig, arguments: Sequence[str]) -> Iterator[None]:
+    """Run `config.workers` - 1 further processes of the command with these arguments, each on its own part of this host.
+
+    A part is a GPU, or an equal share of the processors. What a process says is in a file beside the profile. They are stopped with
+    this one. Raises `ConfigError` if there are fewer devices.
+    """
+    if config.workers == 1:
+        yield
+        return
+    parts = _parts(config)
+    command = [sys.executable, "-c", "from tuner.cli.launch import launch; launch()", *arguments, "--workers", "1"]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, part in enumerate(parts[1:], start=2):
+            _take(part)
+            with Path(f"{config.out}.worker-{number}.log").open("wb") as said:
+                started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said))
+        _take(parts[0])
+        yield
+        for process in started:
+            process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        return  # this process has the result
+    finally:
+        for process in started:
+            process.send_signal(signal.SIGINT)
+        for process in started:
+            try:
+                process.wait(END_SECONDS / 6)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _parts(config: SearchConfig) -> list[str | set[int]]:
+    """Return a GPU, by its name for CUDA, or processors for each worker."""
+    if resolve_device(config.device).type == "cuda":
+        count = torch.cuda.device_count()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+        found: list[str | set[int]] = list(visible[: config.workers])
+        what = "GPUs"
+    else:
+        cores = sorted(os.sched_getaffinity(0))
+        each = len(cores) // config.workers
+        found = [set(cores[number * each : (number + 1) * each]) for number in range(config.workers if each else 0)]
+        count, what = len(cores), "processors"
+    if len(found) < config.workers:
+        raise ConfigError(f"workers: this host has {count} {what}, and each worker needs its own, got {config.workers}")
+    return found
+
+
+def _take(part: str | set[int]) -> None:
+    """Let this process, and those that it starts, use this part of the host."""
+    if isinstance(part, str):
+        os.environ["CUDA_VISIBLE_DEVICES"] = part
+    else:
+        os.sched_setaffinity(0, part)
+        torch.set_num_threads(len(part))
+
+
+def search_on_ray(config: SearchConfig, progress: Progress) -> None:
+    """Run the search on every device of the Ray cluster `config.ray`; return when it has a result, which is in the storage.
+
+    A device whose process or host dies loses its running trial, and begins again where one is free. Raises `SearchError` if none
+    ends with a result.
+    """
+    if ray is None:
+        raise ConfigError("ray: it is not installed: pip install 'sdtune[ray]'")
+    assert config.ray is not None, "the caller has looked"
+    try:
+        ray.init(address=config.ray, logging_level="ERROR", log_to_driver=False, ignore_reinit_error=True)
+    except (ConnectionError, RuntimeError, ValueError) as cause:
+        raise ConfigError(
+            f"ray: no Ray cluster answers at {config.ray!r} ({first_line(cause)}): start one with `ray start --head`"
+        ) from None
+    reservations = _reservations(config)
+    settings = config.model_copy(update={"ray": None}).model_dump(mode="json", exclude_unset=True, exclude={"ray"})
+    progress.stage(f"searching on {len(reservations)} Ray devices", len(reservations))
+    work = ray.remote(max_retries=MOST_LOST)(_joined)
+    left = [work.options(**each).remote(settings, str(Path.cwd())) for each in reservations]
+    failures: list[str] = []
+    has_result = False
+    while left:
+        (ended,), left = ray.wait(left)
+        try:
+            said = ray.get(ended)
+        except ray.exceptions.RayError as lost:
+            said = first_line(lost, default=type(lost).__name__)
+        has_result |= said is None
+        progress.advance()
+        if said is not None:
+            failures.append(said)
+            progress.say(f"a device ended without a result: {said}")
+    if not has_result:
+        raise SearchError(f"no device ended with a result; the last one: {failures[-1]}")
+
+
+def _reservations(config: SearchConfig) -> list[dict[str, Any]]:
+    """Return what Ray reserves for each device: a GPU, or all processors of a node. Raises `ConfigError` if there is none."""
+    resource = "CPU" if config.device == "cpu" else "GPU"
+    sizes = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
+    if resource == "GPU":
+        found: list[dict[str, Any]] = [{"num_gpus": 1, "num_cpus": 0}] * sum(sizes)
+    else:
+        found = [{"num_cpus": size} for size in sizes if size]
+    if not found:
+        raise ConfigError(f"ray: the cluster has no {resource}: give --device cpu for its processors")
+    return found
+
+
+def _joined(settings: dict[str, Any], folder: str) -> str | None:
+    """Run the search in a process of Ray; return why it failed, or None. Relative paths are those of the command's `folder`."""
+    import optuna
+
+    from tuner.search.run import search
+    from tuner.search.task import open_budget, prepare
+    from tuner.stage_clock import StageClock
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    os.chdir(folder)
+    config = SearchConfig.model_validate(settings)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    try:
+        search(prepare(config, Unwatched(), budget=open_budget(config, StageClock())), Unwatched())
+    except SdtuneError as refusal:
+        return str(refusal)
+    return None
