@@ -10,9 +10,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from studies.contract import Candidate
 from studies.measurement import Measurement
-from tuner.addresses import without_password
 from tuner.config import SearchConfig
-from tuner.errors import SearchError
+from tuner.errors import SearchError, without_password
 from tuner.search.decision import Confirmed
 from tuner.search.outcome import SearchResult
 from tuner.search.race import Finalist
