@@ -468,6 +468,7 @@ def main() -> int:
     parser.add_argument("--watchers", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     document: dict[str, Any] = {"failures": []}
     failures: list[str] = document["failures"]
     for kind in args.databases:
