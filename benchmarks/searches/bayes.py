@@ -16,7 +16,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import Matern
 
-from studies.switches import SkipPoint
+from benchmarks.searches.switches import SkipPoint
 
 NOISE = 1e-2
 RESTARTS = 5

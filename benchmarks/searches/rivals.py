@@ -14,11 +14,11 @@ import numpy as np
 import optuna
 
 from benchmarks.searches.bayes import suggest_point
+from benchmarks.searches.switches import SkipPoint, Switches, odd_blocks
 from decoding.draft_length import AdaptiveExit, DraftLengthRule, TopProbability
 from decoding.drafts import Draft, LayerSkip
 from studies.prediction.survey import Survey
 from studies.samplers import tpe
-from studies.switches import SkipPoint, Switches, odd_blocks
 from tuner.measuring.paired import Bench
 
 SKIP_RATIO = 0.45

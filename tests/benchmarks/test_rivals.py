@@ -13,13 +13,13 @@ import torch
 from benchmarks.searches import rivals
 from benchmarks.searches.bayes import suggest_point
 from benchmarks.searches.rivals import RIVALS, DraftVerify, Rival, Swift
+from benchmarks.searches.switches import odd_blocks
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.draft_length import AdaptiveExit
 from decoding.drafts import LayerSkip
 from decoding.target import DraftView
 from decoding.text import Ending
-from studies.switches import odd_blocks
 from tests.support.tiny import tiny_target
 
 pytestmark = pytest.mark.benchmarks

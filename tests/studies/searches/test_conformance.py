@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -128,8 +129,14 @@ def test_limits_are_not_part_of_the_identity(name: str) -> None:
 def test_candidates_can_be_built_and_records_are_plain_data(name: str, problem: Problem) -> None:
     study = create_study(name, problem, settings_of(name))
     assert study.finished() is None
-    done = list(trials(study, stored(study)))
+    made = stored(study)
+    done = list(trials(study, made))
     assert len(done) == len(SPEEDUPS)
+    ended = [trial for trial in made.trials if trial.state.is_finished()]
+    assert all(trial.params for trial in ended), "Optuna's charts and importances are about parameters"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # few trials
+        assert optuna.importance.get_param_importances(made)
     for each in done:
         assert TrialRecord.model_validate_json(each.model_dump_json()) == each
         build_drafter(problem.target, each.candidate.draft, heads=problem.heads)
