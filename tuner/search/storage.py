@@ -297,7 +297,10 @@ class StoredStudy:
     def wait_for_others(self) -> None:
         """Wait until no other process runs a trial; those that are silent or still choose are given up after `GRACE_SECONDS`."""
         end = time.monotonic() + GRACE_SECONDS
-        while (running := self.running()) and (any(running) or time.monotonic() < end):
+        states = (OptunaState.RUNNING,)  # also of a trial whose record is written and not yet shown and tracked
+        while running := self.study.get_trials(deepcopy=False, states=states):
+            if not any(BEGUN in trial.user_attrs for trial in running) and time.monotonic() > end:
+                break
             self.wait()
 
     def close_trials(self) -> None:

@@ -46,7 +46,8 @@ def _check(place: SearchPlace, name: str, undisturbed: Any) -> None:
     (parent,) = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
     assert parent.info.status == "FINISHED"
     nested = [(run.data.tags["sdtune.study"], int(run.data.tags["sdtune.trial"])) for run in runs if run is not parent]
-    assert sorted(nested) == sorted(place.records(name)), "each trial has one run"
+    of_records = {(study, number) for study, number in place.records(name)}
+    assert sorted(nested) == sorted(of_records), "each trial has one run"
 
 
 def test_two_processes_join_one_search(place: SearchPlace, undisturbed: Any) -> None:
