@@ -82,7 +82,7 @@ def review(**changes: Any) -> SearchReview:
         "trials": TRIALS,
         "texts": (TextPair(prompt="a\nb", plain=" c", drafted=" c", identical=True),),
         "noise": QUIET,
-        "ended": {"conf_layers": "all 4 trials are spent"},
+        "ended": {"conf_layers": "4 trials done"},
         "stages": {"trials": 10.0, "race": 5.0},
         "search_seconds": 12.0,
         "distillation_seconds": 0.0,

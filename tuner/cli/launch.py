@@ -5,7 +5,10 @@ Imports the standard library only until then, because an installation for produc
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 from importlib.util import find_spec
 
 SERVER_PACKAGES = ("click", "rich", "fastapi", "prometheus_client", "uvicorn")
@@ -33,3 +36,14 @@ def launch() -> None:
     from tuner.cli.main import main
 
     main()
+
+
+def work() -> None:
+    """Run the command of a worker until the process that started it closes stdin, by its end of whatever kind."""
+
+    def stop() -> None:
+        os.read(sys.stdin.fileno(), 1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=stop, daemon=True).start()
+    launch()

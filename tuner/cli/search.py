@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +100,7 @@ def search(config_file: Path | None, dry_run: bool, **flags: Any) -> None:
     if config.ray is not None and not dry_run:
         _search_on_ray(config)
         return
-    with nullcontext() if dry_run else workers_beside(config, sys.argv[1:]):
+    with nullcontext() if dry_run else workers_beside(config, sys.argv[1:], partial(click.echo, err=True)):
         _search_here(config, clock, dry_run=dry_run)
 
 

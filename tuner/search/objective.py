@@ -86,26 +86,31 @@ class Trials:
         if self._end is not None:
             study.stop()
 
-    def _why_none_begins(self) -> str | None:
-        """Return the reason that the study has ended, or None; wait for trials of others where the next one follows from them."""
+    def _why_none_begins(self, before: int | None = None) -> str | None:
+        """Return the reason that the study has ended, or None.
+
+        Wait while trials of other processes (those with a number below `before`) may be the last ones, or decide what is next.
+        """
         while True:
-            self._learn()
-            running = self._stored.running()
-            ended = self._ended(len(running))
+            running = self._stored.running(before)
+            self._learn()  # after the look: a trial that ends between the two counts twice for a moment, rather than not at all
+            ended = self._ended()
             if ended is not None or not running or self._goes_beside(running):
                 return ended
             self._stored.wait()
 
-    def _ended(self, num_running: int) -> str | None:
+    def _ended(self) -> str | None:
         # The limits first: a study may compute for long before it answers.
-        if self._most is not None and len(self._known) + num_running >= self._most:
-            return f"all {self._most} trials are spent"
+        if self._most is not None and len(self._known) >= self._most:
+            return f"{len(self._known)} trials done"
         if self._limit is not None and (spent := self._limit.spent()) is not None:
             return spent
         return self._study.finished()
 
     def _goes_beside(self, running: Sequence[Candidate | None]) -> bool:
         """Return True if the study proposes something while these are measured; of one that is being chosen nothing is known."""
+        if self._most is not None and len(self._known) + len(running) >= self._most:
+            return False
         return self._study.proposes_beside([each for each in running if each is not None])
 
     def _learn(self) -> None:
@@ -153,13 +158,12 @@ class Trials:
         Of processes that begin trials at once, those with a higher number wait where a candidate follows from the trial before.
         """
         num_known = len(self._known)
-        while (running := self._stored.running(before=trial.number)) and not self._goes_beside(running):
-            self._stored.wait()
-            self._learn()
-        if len(self._known) > num_known or running:
-            self._learn()
-            if (ended := self._ended(len(running))) is not None:
-                raise CandidateError(f"not needed: {ended}")
+        running = self._stored.running(before=trial.number)
+        self._learn()
+        if (running or len(self._known) > num_known) and (
+            ended := self._why_none_begins(before=trial.number)
+        ) is not None:
+            raise CandidateError(f"not needed: {ended}")
         with large_blocks_given_back():
             candidate, notes = self._study.propose(trial)
         self._stored.begin(trial, candidate)

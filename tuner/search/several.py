@@ -7,11 +7,11 @@ search imports Ray.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from tuner.progress import Progress, Unwatched
 MOST_LOST = 3
 """Times that a device's search begins again after its process or host died."""
 END_SECONDS = 60.0
-"""Seconds for the other processes of this host to show the result before they are stopped."""
+"""Seconds for the other processes of this host to show the result before they are stopped; a sixth of it to stop."""
 
 try:
     import ray
@@ -35,37 +35,47 @@ except ImportError:  # an optional dependency: `search_on_ray` says what to inst
 
 
 @contextmanager
-def workers_beside(config: SearchConfig, arguments: Sequence[str]) -> Iterator[None]:
+def workers_beside(config: SearchConfig, arguments: Sequence[str], say: Callable[[str], None]) -> Iterator[None]:
     """Run `config.workers` - 1 further processes of the command with these arguments, each on its own part of this host.
 
     A part is a GPU, or an equal share of the processors. What a process says is in a file beside the profile. They are stopped with
-    this one. Raises `ConfigError` if there are fewer devices.
+    this one, also if it is killed. Raises `ConfigError` if there are fewer devices.
     """
     if config.workers == 1:
         yield
         return
     parts = _parts(config)
-    command = [sys.executable, "-c", "from tuner.cli.launch import launch; launch()", *arguments, "--workers", "1"]
-    started: list[subprocess.Popen[bytes]] = []
+    command = [sys.executable, "-c", "from tuner.cli.launch import work; work()", *arguments, "--workers", "1"]
+    started: dict[Path, subprocess.Popen[bytes]] = {}
     try:
         for number, part in enumerate(parts[1:], start=2):
             _take(part)
-            with Path(f"{config.out}.worker-{number}.log").open("wb") as said:
-                started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said))
+            log = Path(f"{config.out}.worker-{number}.log")
+            with log.open("wb") as said:
+                started[log] = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,  # closed with this process, which stops the worker
+                    stdout=said,
+                    stderr=said,
+                    start_new_session=True,  # Ctrl-C is for this process
+                )
         _take(parts[0])
         yield
-        for process in started:
-            process.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        return  # this process has the result
+        end = time.monotonic() + END_SECONDS  # this process has the result, and they show it too
+        for log, process in started.items():
+            with suppress(subprocess.TimeoutExpired):
+                if process.wait(max(0.0, end - time.monotonic())):
+                    say(f"a worker ended with status {process.returncode}: see {log}")
     finally:
-        for process in started:
-            process.send_signal(signal.SIGINT)
-        for process in started:
+        for process in started.values():
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in started.values():
             try:
                 process.wait(END_SECONDS / 6)
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
 
 
 def _parts(config: SearchConfig) -> list[str | set[int]]:

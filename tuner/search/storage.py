@@ -19,6 +19,7 @@ from typing import Any
 import optuna
 import sqlalchemy.exc
 from filelock import FileLock, Timeout
+from optuna.storages._heartbeat import BaseHeartbeat
 from optuna.trial import FrozenTrial
 from optuna.trial import TrialState as OptunaState
 
@@ -54,8 +55,6 @@ BEAT_SECONDS, GRACE_SECONDS = 5, 15
 """Seconds between two signs of life of a running trial, and of silence after which its process counts as dead."""
 POLL_SECONDS = 0.2
 """Seconds between two looks at what other processes do."""
-MOST_CHOOSING = 600.0
-"""Seconds after which a trial counts as dead that names no candidate: its process may have died before its first sign of life."""
 
 
 class StudyStore:
@@ -258,6 +257,8 @@ class StoredStudy:
         self.url = url
         self._records: dict[int, TrialRecord] = {}
         """By trial number."""
+        self._met: set[int] = set()
+        """Trials that were running when this process waited."""
 
     def records(self) -> list[TrialRecord]:
         """Return the finished trials of all processes, by number."""
@@ -274,7 +275,7 @@ class StoredStudy:
 
     def _running(self) -> list[FrozenTrial]:
         trials = self.study.get_trials(deepcopy=False, states=(OptunaState.RUNNING,))
-        return [trial for trial in trials if RECORD not in trial.user_attrs and not _died_choosing(trial)]
+        return [trial for trial in trials if RECORD not in trial.user_attrs]
 
     def begin(self, trial: optuna.Trial, candidate: Candidate) -> None:
         """Tell other processes what a trial measures."""
@@ -289,18 +290,24 @@ class StoredStudy:
         self._records[trial.number] = record
 
     def wait(self) -> None:
-        """Wait a moment for other processes, and fail the trials of dead ones."""
+        """Wait a moment for other processes, and fail the trials of dead ones.
+
+        Optuna takes no trial for dead that never gave a sign of life. Each that runs gets one from here, in place of a process that
+        died before its first.
+        """
         time.sleep(POLL_SECONDS)
+        storage = self.study._storage
+        assert isinstance(storage, BaseHeartbeat)
+        for trial in self.study.get_trials(deepcopy=False, states=(OptunaState.RUNNING,)):
+            if trial.number not in self._met:
+                self._met.add(trial.number)
+                storage.record_heartbeat(trial._trial_id)
         with _experimental():
             optuna.storages.fail_stale_trials(self.study)
 
     def wait_for_others(self) -> None:
-        """Wait until no other process runs a trial; those that are silent or still choose are given up after `GRACE_SECONDS`."""
-        end = time.monotonic() + GRACE_SECONDS
-        states = (OptunaState.RUNNING,)  # also of a trial whose record is written and not yet shown and tracked
-        while running := self.study.get_trials(deepcopy=False, states=states):
-            if not any(BEGUN in trial.user_attrs for trial in running) and time.monotonic() > end:
-                break
+        """Wait until no other process runs a trial, also none whose record is written and not yet shown and tracked."""
+        while self.study.get_trials(deepcopy=False, states=(OptunaState.RUNNING,)):
             self.wait()
 
     def close_trials(self) -> None:
@@ -386,12 +393,6 @@ def _retry(study: optuna.Study, stale: FrozenTrial) -> None:
     """Enqueue the parameters of a dead process's trial once more, unless it had written its record or was a retry itself."""
     if stale.params and not {RECORD, RETRY_OF} & set(stale.user_attrs):
         study.enqueue_trial(stale.params, user_attrs={RETRY_OF: stale.number})
-
-
-def _died_choosing(trial: FrozenTrial) -> bool:
-    if BEGUN in trial.user_attrs or trial.datetime_start is None:
-        return False
-    return time.time() - trial.datetime_start.timestamp() > MOST_CHOOSING
 
 
 def _file_lock(path: Path, most_seconds: float | None) -> AbstractContextManager[Any]:

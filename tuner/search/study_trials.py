@@ -49,14 +49,14 @@ class StudyRuns:
             with clock.stage(Stage.CHOOSING):
                 share = self.task.budget.left_for_trials / (len(names) - number)
                 until = self.task.budget.left - share  # preparing takes time of the share too
-                study, stored = self._open(name, share)
+                study, stored, most = self._open(name, share)
                 deployment = self.task.deployment
                 trials = Trials(
                     study,
                     stored,
                     self.bench if deployment is None else RuledBench(self.bench, deployment.rules),
                     self.bench.indices[: self.task.config.samples_per_trial],
-                    most=self.task.config.trials,
+                    most=most,
                     limit=self._time(until, stored.records if name == names[-1] else self.store.records),
                     on_record=self._keep,
                     measuring=lambda: clock.stage(Stage.TRIALS),
@@ -72,8 +72,11 @@ class StudyRuns:
         budget = self.task.budget
         self.store.note_run(self._run, budget.spent - budget.spent_before)
 
-    def _open(self, name: str, share: float) -> tuple[Study, StoredStudy]:
-        """Create the study, from what it kept if it is stored, and open its storage; one process does so at a time."""
+    def _open(self, name: str, share: float) -> tuple[Study, StoredStudy, int]:
+        """Create the study, from what it kept if it is stored, and open its storage; one process does so at a time.
+
+        Returns both, and the number of its trials at most.
+        """
         task, clock = self.task, self.task.budget.clock
         with self.store.lock():
             self.progress.stage(f"{name}: preparing")
@@ -91,10 +94,10 @@ class StudyRuns:
         done = len(stored.records())
         if done:
             self.progress.say(f"{name}: {done} finished trials found in {self.store.url}, going on from there")
-        limits = (task.config.trials, settings.max_trials)
-        self.progress.stage(name, min(limit for limit in limits if limit is not None))
+        most = min(limit for limit in (task.config.trials, settings.max_trials) if limit is not None)
+        self.progress.stage(name, most)
         self.progress.advance(done)
-        return study, stored
+        return study, stored, most
 
     def _time(self, until: float, wanted: Callable[[], list[TrialRecord]]) -> TrialTime | None:
         """Return the time of a study that ends when `until` seconds are left of the search.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -24,14 +25,18 @@ class ByNumber(Study):
 
     name = "by_number"
 
-    def __init__(self) -> None:
+    def __init__(self, *, beside: bool) -> None:
         self.observed: list[TrialRecord] = []
+        self._beside = beside
 
     def setup(self) -> StudySetup:
         return StudySetup({}, optuna.samplers.RandomSampler(seed=0), starts=[{"block": 0}], kept="kept")
 
     def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
         return candidate((trial.number,)), {}
+
+    def proposes_beside(self, pending: Sequence[Candidate]) -> bool:
+        return self._beside
 
     def observe(self, record: TrialRecord) -> None:
         self.observed.append(record)
@@ -47,13 +52,14 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")  # hidden by no thread from another
-def test_workers_share_a_study_and_nothing_is_lost_or_doubled(url: str) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_workers_share_a_study_and_nothing_is_lost_or_doubled(url: str, beside: bool) -> None:
     made: dict[int, list[TrialRecord]] = {number: [] for number in range(NUM_WORKERS)}
-    studies = [ByNumber() for _ in made]
+    studies = [ByNumber(beside=beside) for _ in made]
     failures: list[BaseException] = []
 
     def work(worker: int) -> None:
-        store = StudyStore(url, "shared")
+        store = StudyStore(url, f"shared-{beside}")
         try:
             with store.lock():
                 stored = store.open(studies[worker], {"model": "a"})
@@ -70,8 +76,8 @@ def test_workers_share_a_study_and_nothing_is_lost_or_doubled(url: str) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
-    store = StudyStore(url, "shared")
-    records = store.open(ByNumber(), {"model": "a"}).records()
+    store = StudyStore(url, f"shared-{beside}")
+    records = store.open(ByNumber(beside=beside), {"model": "a"}).records()
     store.close()
     numbers = [record.number for record in records]
     assert len(records) == len(set(numbers)) == NUM_TRIALS, "no trial is missing, none is there twice"
@@ -79,3 +85,31 @@ def test_workers_share_a_study_and_nothing_is_lost_or_doubled(url: str) -> None:
     for study in studies:
         observed = sorted(study.observed, key=lambda each: each.number)
         assert observed == records, "each learns from the trials of all, and once"
+
+
+class _Meanwhile:
+    """A limit that another process uses up, right after this one has looked at the trials."""
+
+    def __init__(self, other: Trials) -> None:
+        self._others = [other]
+
+    def took(self, record: TrialRecord) -> None:
+        pass
+
+    def spent(self) -> str | None:
+        while self._others:
+            self._others.pop().run()
+        return None
+
+    def overdue(self) -> str | None:
+        return None
+
+
+def test_a_trial_that_another_process_ends_meanwhile_counts(tmp_path: Path) -> None:
+    studies = [ByNumber(beside=True) for _ in range(2)]
+    first, second = (StudyStore(sqlite_url(tmp_path / "trials.db"), "meanwhile").open(each, {}) for each in studies)
+    bench = ScriptedBench(_answer)
+    other = Trials(studies[1], second, bench, range(2), most=1)
+    records, ended = Trials(studies[0], first, bench, range(2), most=1, limit=_Meanwhile(other)).run()
+    assert [record.number for record in records] == [0]
+    assert ended == "1 trials done"

@@ -73,6 +73,27 @@ def _states(tmp_path: Path) -> list[str]:
     return [trial.state.name for trial in stored_trials(tmp_path / "trials.db", "experiment/one_candidate")]
 
 
+def test_a_running_trial_of_a_dead_process_is_no_record_and_is_tried_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuner.search.storage.BEAT_SECONDS", 1)
+    monkeypatch.setattr("tuner.search.storage.GRACE_SECONDS", 1)
+    study = Keeping()
+    dead = _store(tmp_path).open(study, IDENTITY)
+    trial = _ask(dead)  # and dies before its first sign of life
+    dead.begin(trial, study.propose(trial)[0])
+    stored = _store(tmp_path).open(study, IDENTITY)
+    assert stored.records() == []
+    assert stored.running() == [candidate((0,))]
+    stored.wait_for_others()
+    assert stored.records() == stored.running() == []
+    assert _states(tmp_path) == ["FAIL", "WAITING", "WAITING"]
+    again = [study.propose(_ask(stored))[0] for _ in range(2)]
+    assert again == [candidate((1,)), candidate((0,))], "what began first, then the lost one"
+    stored.wait_for_others()
+    assert _states(tmp_path) == ["FAIL"] * 3 + ["WAITING"], "a retry is not retried"
+
+
 def test_a_new_file_is_discarded_unless_another_process_uses_it(tmp_path: Path) -> None:
     store, path = _store(tmp_path), tmp_path / "trials.db"
     store.discard_if_new()

@@ -14,6 +14,7 @@ from studies.contract import Candidate, Study, StudySetup, TrialRecord, TrialSta
 from studies.measurement import BatchTexts, PromptSample
 from tests.support.benches import ScriptedBench, first_block
 from tests.support.records import candidate, sample
+from tests.support.stored_trials import stored_trials
 from tuner.search.budget import Budget, TrialTime
 from tuner.search.objective import NUM_WARM_UP, Trials
 from tuner.search.storage import StudyStore, sqlite_url
@@ -94,6 +95,20 @@ def test_a_candidate_that_is_slower_prompt_by_prompt_is_pruned(tmp_path: Path) -
     assert records[1].measurement is not None
     assert len(records[1].measurement.samples) < 6
     assert records[1].speedup is None
+
+
+def test_optuna_knows_state_and_value_of_each_record(tmp_path: Path) -> None:
+    def answer(wanted: Candidate, index: int) -> PromptSample:
+        if first_block(wanted) == 5:
+            raise ValueError("no")
+        return _by_first_block(wanted, index)
+
+    records, _, _ = _run(tmp_path, [[9], [1], [5], [9]], ScriptedBench(answer))
+    assert [record.state.name for record in records] == ["COMPLETE", "PRUNED", "FAIL", "COMPLETE"]
+    trials = stored_trials(tmp_path / "trials.db")
+    assert [trial.state.name for trial in trials] == [record.state.name for record in records]
+    complete = [trial.value for trial in trials if trial.state.name == "COMPLETE"]
+    assert complete == [record.speedup for record in records if record.state is TrialState.COMPLETE]
 
 
 def test_output_that_differs_from_plain_decoding_fails_the_trial(tmp_path: Path) -> None:
@@ -179,7 +194,7 @@ def test_the_trial_budget_counts_stored_trials(tmp_path: Path) -> None:
     records, ended, _ = _run(tmp_path, [[3], [4], [5]], bench, most=2)
     assert bench.measured == []
     assert len(records) == 2
-    assert ended == "all 2 trials are spent"
+    assert ended == "2 trials done"
 
 
 def test_no_trial_begins_when_the_seconds_are_spent(tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""`sdtune search --workers N`: processes that the command starts, and that end with it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from benchmarks.small_search import SearchPlace
+from decoding.profile import DraftProfile
+from studies.contract import TrialRecord
+from tests.support.stored_trials import stored_trials
+from tuner.search.storage import StudyStore
+
+LIMIT_SECONDS = 300
+STUDY, NUM_TRIALS = "tpe", 16
+
+
+@pytest.fixture
+def place(tmp_path: Path, _tracking_template: Path) -> SearchPlace:
+    place = SearchPlace.made(tmp_path)
+    shutil.copy(_tracking_template, place.database("tracking"))
+    changes = {"study": [STUDY], "studies": {}, "trials": NUM_TRIALS, "prompts_per_trial": 2, "threads": None}
+    settings = place.config("search", **changes).model_dump(mode="json", exclude_unset=True, exclude={"threads"})
+    (tmp_path / "given.yaml").write_text(yaml.safe_dump(settings))
+    return place
+
+
+def _start(place: SearchPlace, *arguments: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", "from tuner.cli.launch import launch; launch()", "search", "--config"]
+    environment = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(place.folder / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    with (place.folder / "said.txt").open("wb") as said:
+        return subprocess.Popen(
+            [*command, str(place.folder / "given.yaml"), *arguments], stdout=said, stderr=said, env=environment
+        )
+
+
+def _wait(until: Callable[[], bool], search: subprocess.Popen[bytes], said: Path) -> None:
+    end = time.monotonic() + LIMIT_SECONDS
+    while not until():
+        assert search.poll() is None, said.read_text()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _records(place: SearchPlace) -> dict[int, TrialRecord]:
+    """The finished trials so far, by number."""
+    if not place.database("trials").exists():
+        return {}
+    store = StudyStore(f"sqlite:///{place.database('trials')}", "search")
+    try:
+        stored = store.find(STUDY)
+        return {} if stored is None else {record.number: record for record in stored.records()}
+    finally:
+        store.close()
+
+
+def _states(place: SearchPlace) -> Counter[str]:
+    return Counter(trial.state.name for trial in stored_trials(place.database("trials"), f"search/{STUDY}"))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a worker needs a processor of its own")
+def test_workers_measure_trials_together_and_end_with_the_first_process(place: SearchPlace) -> None:
+    said, log = place.folder / "said.txt", Path(f"{place.profile('search')}.worker-2.log")
+
+    def both_measured() -> bool:
+        return all(each.exists() and f"  {STUDY}/" in each.read_text() for each in (said, log))
+
+    killed = _start(place, "--workers", "2")
+    _wait(both_measured, killed, said)
+    (worker,) = (each for each in psutil.Process(killed.pid).children() if "work()" in " ".join(each.cmdline()))
+    killed.kill()
+    killed.wait()
+    worker.wait(LIMIT_SECONDS)
+    assert "sdtune: interrupted" in log.read_text()
+    ended = _start(place, "--workers", "2")
+    assert ended.wait(LIMIT_SECONDS) == 0, said.read_text()
+    assert f"{place.profile('search')}" in log.read_text(), "the worker shows the result too"
+    DraftProfile.load(place.profile("search"))
+    assert len(_records(place)) == NUM_TRIALS
+    assert set(_states(place)) <= {"COMPLETE", "PRUNED", "FAIL"}
