@@ -33,8 +33,7 @@ timeout batch_size writing_batch_size learning_rate draft_vocabulary heads_at_on
 _OF_STUDIES = """
 max_trials patience rules max_tokens survey_tokens pool_tokens num_surveyed whole_blocks num_drafts kinds exit_layers num_exits
 num_lookups trees bits form confidences skip_ratio lambda_start lambda_step window max_score window_growth_cap tree
-num_texts heads num_promising draft candidates method swift bayes_interval round_length until_better max_matchness tolerance
-max_candidates
+num_texts heads num_promising draft candidates method
 draft_length rule persistent initial_threshold threshold gamma target_acceptance step acceptance_decay threshold_decay keep_last
 forgetting seed costs draft_step look verify prior gain mean spread rounds
 kind exit_layer draft_vocabulary lookup shape leaves least_gain max_leaves skip_attention skip_mlp

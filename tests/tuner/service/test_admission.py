@@ -28,7 +28,7 @@ from tuner.service.admission import (
 )
 from tuner.service.contract import SearchRequest, ServiceError
 
-PLACED_BY_THE_SERVICE = {"storage", "tracking_uri", "experiment", "heads", "out", "device", "threads"}
+PLACED_BY_THE_SERVICE = {"storage", "tracking_uri", "experiment", "heads", "out", "device", "threads", "workers", "ray"}
 FILES_IN_STUDIES = {"head", "head_sha256"}
 """Keys of drafts that name files: no request has them."""
 
