@@ -66,7 +66,7 @@ from tuner.service.worker import SearchWorker, WorkerSettings, run_job
 
 T = TypeVar("T")
 HOST = "127.0.0.1"
-BEAT_SECONDS, GRACE_SECONDS = 1.0, 30.0
+BEAT_SECONDS = 1.0
 """Of the workers: a dead one of this machine is found at the next beat."""
 POLL_SECONDS, ANSWER_SECONDS, JOB_SECONDS = 0.2, 900.0, 1800.0
 """Limits of a busy machine: for a request that is sent until it is answered, and for a job."""
@@ -118,9 +118,7 @@ class ServiceParts:
             work = partial(_serve, self.database, folder, self._service_port)
         else:
             tracking = f"http://{HOST}:{self._tracking_port}"
-            settings = WorkerSettings(
-                self.database, tracking, folder / "searches", "cpu", beat=BEAT_SECONDS, grace=GRACE_SECONDS
-            )
+            settings = WorkerSettings(self.database, tracking, folder / "searches", "cpu", beat=BEAT_SECONDS)
             work = partial(_work, settings)
         self._processes[name] = self._context.Process(target=_quietly, args=(work, folder / f"{name}.txt"))
         self._processes[name].start()

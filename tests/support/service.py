@@ -62,7 +62,9 @@ def working(
     thread.start()
     try:
         yield
-        until(lambda: not any(card.job for card in jobs.workers()))  # with a search, it would end the whole process
+        until(
+            lambda: not any(card.job for card in jobs.workers.cards())
+        )  # with a search, it would end the whole process
     finally:
         worker.stop()
         thread.join()

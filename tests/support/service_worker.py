@@ -23,4 +23,4 @@ def noted(job: str, config: Mapping[str, Any], settings: WorkerSettings, jobs: J
 
 
 if __name__ == "__main__":
-    SearchWorker(WorkerSettings(sys.argv[1], "", Path(sys.argv[2]), beat=0.5, grace=5.0), run=noted).run()
+    SearchWorker(WorkerSettings(sys.argv[1], "", Path(sys.argv[2]), beat=0.5), run=noted).run()

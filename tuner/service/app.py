@@ -157,7 +157,7 @@ def _add_searches(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
     @app.get("/v1/workers")
     def workers() -> list[WorkerCard]:
         """Return the workers."""
-        return jobs.workers()
+        return jobs.workers.cards()
 
 
 def _add_results(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
@@ -261,7 +261,7 @@ def _add_pages(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
     @app.get("/health")
     def health() -> dict[str, str]:
         """Answer if the database answers. Needs no token."""
-        jobs.workers()
+        jobs.workers.cards()
         return {"status": "ok"}
 
     @app.get("/openapi.json", include_in_schema=False)
@@ -271,11 +271,11 @@ def _add_pages(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> Response:
         """Return counts of searches and workers for Prometheus."""
-        return Response(metrics_text(jobs.latest(1000), jobs.workers()), media_type=METRICS_TYPE)
+        return Response(metrics_text(jobs.latest(1000), jobs.workers.cards()), media_type=METRICS_TYPE)
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     def overview() -> str:
-        return jobs_page(jobs.latest(), jobs.workers())
+        return jobs_page(jobs.latest(), jobs.workers.cards())
 
     @app.get("/searches/{job}", response_class=HTMLResponse, include_in_schema=False)
     def details(job: JobId) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping
@@ -15,7 +14,6 @@ from dbos._error import DBOSWorkflowIDInUseError
 from decoding.errors import first_line
 from tuner.databases import make_private
 from tuner.errors import StorageError
-from tuner.leases.table import Holder, LeaseTable, attempt
 from tuner.service.contract import (
     JobProgress,
     JobResult,
@@ -23,13 +21,12 @@ from tuner.service.contract import (
     SearchJob,
     TooManyJobsError,
     UnknownJobError,
-    WorkerCard,
 )
+from tuner.service.workers import Workers, attempt
 
 WORKFLOW = "tune"
 VERSION = "1"
 """Version of the jobs: workers run those of their own version only."""
-WORKER_LEASE = "service worker "
 QUEUE, PROGRESS, OUTAGE, DEATHS, VERDICT = "queue", "progress", "outage", "deaths", "verdict"
 """Attributes of a workflow: its queue, which DBOS forgets when it is cancelled, its latest progress, the store that it waits for,
 the workers that died with it, and what it has found."""
@@ -61,7 +58,7 @@ class Jobs:
         make_private(database)
         try:
             attempt(lambda: DBOS.migrate(database))
-            self._engine = open_engine(database)
+            self._engine = _open_engine(database)
             self._client = DBOSClient(
                 system_database_url=database,
                 # SQLite has an engine with settings of DBOS's own.
@@ -69,7 +66,7 @@ class Jobs:
                 serializer=DBOSPortableJSONSerializer(),
                 retry_connection_errors=is_patient,
             )
-            self._leases = LeaseTable(self._engine)
+            self.workers = Workers(self._engine)
         except (sa.exc.SQLAlchemyError, ImportError, OSError, ValueError) as cause:
             raise StorageError(f"cannot open the database of the service: {first_line(cause)}") from None
 
@@ -199,28 +196,24 @@ class Jobs:
         """Return True if a job was cancelled."""
         return self._status(job).status == "CANCELLED"
 
-    def workers(self) -> list[WorkerCard]:
-        """Return all workers, also those that died and were not cleared away yet."""
-        return [_card(holder, self._leases.grace) for holder in self._leases.holders(WORKER_LEASE)]
-
     def take_over(self) -> list[str]:
-        """Queue the jobs of dead workers again, and clear away their leases; likewise jobs that wait for a store. Return the jobs.
+        """Queue the jobs of dead workers again, and clear these away; likewise jobs that wait for a store. Return the jobs.
 
-        One process at a time does this: a job that another has queued again may have begun since it was looked up.
+        One process at a time does this: a job that another has queued again may have begun since it was looked up. While another
+        does it, nothing is left to do.
         """
-        with self._leases.take("reaper", patience=self._leases.grace):
-            living, dead = set(), set()
-            for holder in self._leases.holders(WORKER_LEASE):
-                if holder.is_dead(self._leases.grace):
-                    dead.add(holder.name.removeprefix(WORKER_LEASE))
-                    self._leases.drop(holder)
-                else:
-                    living.add(holder.name.removeprefix(WORKER_LEASE))
+        with self.workers.alone() as is_alone:
+            if not is_alone:
+                return []
+            # Before the workers: who has taken one of these was among them already.
             running = self._client.list_workflows(name=WORKFLOW, status="PENDING", load_output=False)
-            orphans = [each for each in running if each.executor_id not in living]
+            alive = {card.name: card.alive for card in self.workers.cards()}
+            for name in (name for name, lives in alive.items() if not lives):
+                self.workers.remove(name)
+            orphans = [each for each in running if not alive.get(each.executor_id or "")]
             for each in orphans:
-                # A worker that was stopped has given back its lease: no death.
-                if each.executor_id in dead and self._is_deadly(each):
+                # A worker that was stopped is gone from the table: no death.
+                if each.executor_id in alive and self._is_deadly(each):
                     self._client.cancel_workflow(each.workflow_id)
                 else:
                     self._queue_again(each)
@@ -246,8 +239,8 @@ class Jobs:
         return found[0]
 
 
-def open_engine(database: str) -> sa.Engine:
-    """Return an engine for the leases of a database. Its errors do not repeat what was to be stored."""
+def _open_engine(database: str) -> sa.Engine:
+    """Return an engine for the workers of a database. Its errors do not repeat what was to be stored."""
     if database.startswith("sqlite"):
         return sa.create_engine(database, connect_args={"timeout": 60}, hide_parameters=True)
     # A server that is away or frozen is found within seconds.
@@ -320,17 +313,4 @@ def _job(status: WorkflowStatus) -> SearchJob:
         verdict=_attributes(status).get(VERDICT) if state is JobState.FINISHED else None,
         error=error,
         mlflow_run=status.output.get("mlflow_run") if isinstance(status.output, dict) else None,
-    )
-
-
-def _card(holder: Holder, grace: float) -> WorkerCard:
-    facts = json.loads(holder.facts)
-    return WorkerCard(
-        name=holder.name.removeprefix(WORKER_LEASE),
-        host=holder.process.host,
-        device=facts["device"],
-        queue=facts["queue"],
-        job=facts["job"],
-        silent_seconds=holder.silent_seconds,
-        alive=not holder.is_dead(grace),
     )

@@ -1,12 +1,11 @@
 """A worker: one process that runs the searches of a queue, one at a time, on one device.
 
-It holds a lease for as long as it lives. Jobs of workers that died are queued again by the others. A worker that was silent for so
-long that its lease was taken ends at once: its job may run elsewhere.
+It stands in the table of workers for as long as it lives. Jobs of workers that died are queued again by the others. A worker that
+was taken for dead, as it was silent for long, ends at once: its job may run elsewhere.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -21,16 +20,16 @@ from dbos import DBOS, DBOSPortableJSONSerializer
 
 from decoding.errors import first_line
 from tuner.errors import SearchError, StorageOutageError, TrackingOutageError
-from tuner.leases.table import BEAT_SECONDS, GRACE_SECONDS, Lease, LeaseLostError, LeaseTable
 from tuner.service.contract import DEFAULT_QUEUE, JobResult, ServiceError, TableRow
-from tuner.service.jobs import VERSION, WORKER_LEASE, WORKFLOW, Jobs, open_engine
+from tuner.service.jobs import VERSION, WORKFLOW, Jobs
+from tuner.service.workers import BEAT_SECONDS
 
 if TYPE_CHECKING:
     from tuner.measuring.clock import PriceList
 
 OUTAGES = (StorageOutageError, TrackingOutageError, sa.exc.OperationalError)
 """Errors after which the same search may go on later."""
-EXIT_LEASE_LOST = EXIT_IN_A_SEARCH = 75
+EXIT_TAKEN_FOR_DEAD = EXIT_IN_A_SEARCH = 75
 """Exit status, as sysexits' EX_TEMPFAIL, of a worker that ends with a search unfinished: starting a worker again is right."""
 
 
@@ -48,7 +47,6 @@ class WorkerSettings:
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Keys of a configuration that the operator decides: the engine that searches are for."""
     beat: float = BEAT_SECONDS
-    grace: float = GRACE_SECONDS
 
 
 RunJob = Callable[[str, Mapping[str, Any], WorkerSettings, Jobs], JobResult]
@@ -70,21 +68,22 @@ class SearchWorker:
         """Work until `stop` is called."""
         settings = self.settings
         self._jobs = Jobs(settings.database)
-        engine = open_engine(settings.database)
-        table = LeaseTable(engine, grace=settings.grace, beat=settings.beat)
-        with table.take(f"{WORKER_LEASE}{self.name}", facts=self._facts(None)) as self._lease:
+        # Signs of life do not wait for a database that is away: they are due as soon as it is back.
+        self._watch = Jobs(settings.database, is_patient=False)
+        self._watch.workers.add(self.name, settings.device, settings.queue)
+        try:
             self._launch()
-            try:
-                while not self._stopped.wait(settings.beat):
-                    self._look_after(self._lease)
-                if self._job is not None:
-                    # A thread cannot be interrupted. What a kill at any moment leaves is enough for the next worker.
-                    self._lease.release()
-                    os._exit(EXIT_IN_A_SEARCH)
-            finally:
-                DBOS.destroy(destroy_registry=True)
-                self._jobs.close()
-        engine.dispose()
+            while not self._stopped.wait(settings.beat):
+                self._look_after()
+            if self._job is not None:
+                # A thread cannot be interrupted. What a kill at any moment leaves is enough for the next worker.
+                self._leave()
+                os._exit(EXIT_IN_A_SEARCH)
+        finally:
+            DBOS.destroy(destroy_registry=True)
+            self._leave()
+            self._watch.close()
+            self._jobs.close()
 
     def stop(self) -> None:
         """End the worker; another takes over its job."""
@@ -111,17 +110,18 @@ class SearchWorker:
         DBOS.register_queue(self.settings.queue, worker_concurrency=1, polling_interval_sec=1.0)
         self._jobs.take_over()
 
-    def _look_after(self, lease: Lease) -> None:
+    def _look_after(self) -> None:
         try:
-            lease.check()
-            self._jobs.take_over()
-        except LeaseLostError:
-            os._exit(EXIT_LEASE_LOST)
+            if not self._watch.workers.beat(self.name):
+                os._exit(EXIT_TAKEN_FOR_DEAD)
+            self._watch.take_over()
         except sa.exc.SQLAlchemyError:
-            return  # the database is away: the lease is checked again when it is back
+            return  # the database is away: the next beat counts as well
 
-    def _facts(self, job: str | None) -> str:
-        return json.dumps({"device": self.settings.device, "queue": self.settings.queue, "job": job})
+    def _leave(self) -> None:
+        """Say that the worker was stopped. Without a database it counts as dead, by and by."""
+        with suppress(sa.exc.SQLAlchemyError):
+            self._watch.workers.remove(self.name)
 
     def _tune(self, job: str, config: dict[str, Any]) -> dict[str, Any]:
         """Run a search, alone, if it is of the worker's queue. One that a store interrupts is queued again: it may answer later."""
@@ -147,9 +147,9 @@ class SearchWorker:
             self._tell(None)
 
     def _tell(self, job: str | None) -> None:
-        """Say what the worker does, for `GET /v1/workers`. Whether the lease is lost, `_look_after` finds."""
-        with suppress(LeaseLostError, sa.exc.SQLAlchemyError):
-            self._lease.tell(self._facts(job))
+        """Say what the worker does, for `GET /v1/workers`."""
+        with suppress(sa.exc.SQLAlchemyError):
+            self._watch.workers.tell(self.name, job)
 
 
 def run_job(

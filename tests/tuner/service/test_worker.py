@@ -13,6 +13,7 @@ import pytest
 from tests.support.paths import ROOT
 from tuner.service.contract import JobProgress, JobState
 from tuner.service.jobs import Jobs
+from tuner.service.worker import EXIT_TAKEN_FOR_DEAD
 
 Start = Callable[[], subprocess.Popen[bytes]]
 
@@ -59,7 +60,7 @@ def test_the_job_of_a_killed_worker_is_taken_over(jobs: Jobs, start: Start, tmp_
     assert not jobs.submit("killed", {"model": "m", "dataset": "d"}, "default")
     log = tmp_path / "killed.log"
     _until(lambda: log.exists() and log.read_text() == "begun\n")
-    assert [card.job for card in jobs.workers()] == ["killed"]
+    assert [card.job for card in jobs.workers.cards()] == ["killed"]
     assert jobs.find("killed").state is JobState.RUNNING
     first.kill()
     first.wait()
@@ -71,7 +72,7 @@ def test_the_job_of_a_killed_worker_is_taken_over(jobs: Jobs, start: Start, tmp_
     result = jobs.result("killed")
     assert result is not None
     assert result.profile == "found"
-    _until(lambda: [card.job for card in jobs.workers()] == [None])  # the dead worker was cleared away
+    _until(lambda: [card.job for card in jobs.workers.cards()] == [None])  # the dead worker was cleared away
 
 
 def test_a_search_that_workers_die_of_fails_and_is_not_taken_a_third_time(
@@ -117,6 +118,24 @@ def test_deaths_between_which_a_search_goes_on_are_not_its_own(jobs: Jobs, start
     start()
     _until(lambda: jobs.find("unlucky").state.is_over)
     assert jobs.find("unlucky").state is JobState.FINISHED
+
+
+def test_a_worker_that_was_taken_for_dead_ends_and_its_search_runs_elsewhere(
+    jobs: Jobs, start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "hold").touch()
+    silent = start()
+    jobs.submit("taken", {"model": "m", "dataset": "d"}, "default")
+    log = tmp_path / "taken.log"
+    _until(lambda: log.exists() and log.read_text() == "begun\n")
+    (worker,) = jobs.workers.cards()
+    jobs.workers.remove(worker.name)  # as another machine does after a minute of silence
+    assert jobs.take_over() == ["taken"]
+    assert silent.wait(600) == EXIT_TAKEN_FOR_DEAD
+    (tmp_path / "hold").unlink()
+    start()
+    _until(lambda: jobs.find("taken").state.is_over)
+    assert jobs.find("taken").state is JobState.FINISHED
 
 
 def test_a_worker_loads_torch_with_its_first_search_only() -> None:
