@@ -30,6 +30,7 @@ END_SECONDS = 60.0
 
 try:
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError:  # an optional dependency: `search_on_ray` says what to install
     ray = None
 
@@ -119,36 +120,44 @@ def search_on_ray(config: SearchConfig, progress: Progress) -> None:
         raise ConfigError(
             f"ray: no Ray cluster answers at {config.ray!r} ({first_line(cause)}): start one with `ray start --head`"
         ) from None
+    try:
+        _run_on_ray(config, progress)
+    finally:
+        ray.shutdown()  # devices that still wait for one, or show the result, are not needed
+
+
+def _run_on_ray(config: SearchConfig, progress: Progress) -> None:
     reservations = _reservations(config)
     settings = config.model_copy(update={"ray": None}).model_dump(mode="json", exclude_unset=True, exclude={"ray"})
-    progress.stage(f"searching on {len(reservations)} Ray devices", len(reservations))
+    progress.stage(f"searching on {len(reservations)} Ray devices")
     work = ray.remote(max_retries=MOST_LOST)(_joined)
     left = [work.options(**each).remote(settings, str(Path.cwd())) for each in reservations]
-    failures: list[str] = []
-    has_result = False
+    said: str | None = None
     while left:
         (ended,), left = ray.wait(left)
         try:
             said = ray.get(ended)
         except ray.exceptions.RayError as lost:
             said = first_line(lost, default=type(lost).__name__)
-        has_result |= said is None
-        progress.advance()
-        if said is not None:
-            failures.append(said)
-            progress.say(f"a device ended without a result: {said}")
-    if not has_result:
-        raise SearchError(f"no device ended with a result; the last one: {failures[-1]}")
+        if said is None:
+            return
+        progress.say(f"a device ended without a result: {said}")
+    raise SearchError(f"no device ended with a result; the last one: {said}")
 
 
 def _reservations(config: SearchConfig) -> list[dict[str, Any]]:
     """Return what Ray reserves for each device: a GPU, or all processors of a node. Raises `ConfigError` if there is none."""
     resource = "CPU" if config.device == "cpu" else "GPU"
-    sizes = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
+    sizes = {node["NodeID"]: int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]}
     if resource == "GPU":
-        found: list[dict[str, Any]] = [{"num_gpus": 1, "num_cpus": 0}] * sum(sizes)
+        found: list[dict[str, Any]] = [{"num_gpus": 1, "num_cpus": 0}] * sum(sizes.values())
     else:
-        found = [{"num_cpus": size} for size in sizes if size]
+        # Each on its own node while that lives: a smaller one would leave no room on a larger one's.
+        found = [
+            {"num_cpus": size, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True)}
+            for node, size in sizes.items()
+            if size
+        ]
     if not found:
         raise ConfigError(f"ray: the cluster has no {resource}: give --device cpu for its processors")
     return found

@@ -1,4 +1,4 @@
-"""`sdtune search --workers N`: processes that the command starts, and that end with it."""
+"""`sdtune search --workers N` and `--ray ADDRESS`: processes that the command starts, and that end with it."""
 
 from __future__ import annotations
 
@@ -93,3 +93,23 @@ def test_workers_measure_trials_together_and_end_with_the_first_process(place: S
     DraftProfile.load(place.profile("search"))
     assert len(_records(place)) == NUM_TRIALS
     assert set(_states(place)) <= {"COMPLETE", "PRUNED", "FAIL"}
+
+
+def test_a_killed_node_of_a_ray_cluster_loses_its_running_trial_alone(place: SearchPlace) -> None:
+    ray_clusters = pytest.importorskip("ray.cluster_utils")
+    said = place.folder / "said.txt"
+    cluster = ray_clusters.Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        nodes = [cluster.add_node(num_cpus=size) for size in (2, 1)]  # no other node is as large as the killed one
+        search = _start(place, "--ray", cluster.address, "--device", "cpu")
+        _wait(lambda: len(_records(place)) > 1 and _states(place)["RUNNING"] > 1, search, said)
+        before = _records(place)
+        cluster.remove_node(nodes[0], allow_graceful=False)
+        assert search.wait(LIMIT_SECONDS) == 0, said.read_text()
+    finally:
+        cluster.shutdown()
+    after = _records(place)
+    assert {number: after[number] for number in before} == before
+    assert len(after) == NUM_TRIALS
+    assert set(_states(place)) <= {"COMPLETE", "PRUNED", "FAIL"}
+    DraftProfile.load(place.profile("search"))
