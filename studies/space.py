@@ -107,7 +107,9 @@ class Space:
             self._exits.setdefault(draft.exit_layer, {})[TRAINED_HEAD if draft.trained_head else NO_HEAD] = draft
         named = {f"int{each}": each for each in bits} if target.can_be_quantised else {}
         self._bits: dict[str, BitWidth | None] = {OWN_WEIGHTS: None, **named}
-        alone = [draft for draft in self._usual(copies) if accepts(draft)]
+        # An engine may run some copies and not others: of each kind the first that it accepts speaks for it.
+        copied = [next(filter(accepts, _variants(document)), None) for document in COPIES.values()] if copies else []
+        alone: list[Draft] = [*filter(accepts, self._usual()), *(draft for draft in copied if draft is not None)]
         self.usual: Sequence[Draft] = tuple(alone)
         """A few drafts of each kind, with which to begin where nothing is predicted."""
         single = [skips.draft((item,)) for item in range(len(skips.items))] if skips else []
@@ -230,8 +232,8 @@ class Space:
             found |= _settings("tree", tree) if tree else {}
         return found
 
-    def _usual(self, copies: bool) -> Iterator[Draft]:
-        """Yield odd blocks, the whole model in each lower precision, exits in the middle, the feature head and copies."""
+    def _usual(self) -> Iterator[Draft]:
+        """Yield odd blocks, the whole model in each lower precision, exits in the middle and the feature head."""
         if self._skips is not None:
             odd = tuple(range(1, self._num_layers - 1, 2))
             yield from [LayerSkip.blocks(odd)] if odd else []
@@ -241,15 +243,19 @@ class Space:
             yield from having[(len(having) - 1) // 2 :][:1]
         if self._feature is not None:
             yield self._feature
-        if copies:
-            yield PromptLookup()
-            yield SuffixDraft()
 
 
 def _any_takes(
     drafts: Iterable[Draft], lookup: type[Lookup | SuffixLookup], accepts: Callable[[DraftDocument], bool]
 ) -> bool:
-    return any("lookup" in draft.takes and accepts(draft.having(lookup=lookup())) for draft in drafts)
+    takes = [draft for draft in drafts if "lookup" in draft.takes]
+    return any(accepts(draft.having(lookup=each)) for draft in takes for each in _variants(lookup))
+
+
+def _variants(document: type[Document]) -> list[Any]:
+    """Return the document with its defaults, and with n-grams of one length if it has any."""
+    lengths = range(1, 6) if "min_ngram" in document.model_fields else ()
+    return [document(), *(document(max_ngram=length, min_ngram=length) for length in lengths)]
 
 
 def _suggest(trial: BaseTrial, prefix: str, document: type[Document]) -> Any:

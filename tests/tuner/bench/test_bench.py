@@ -279,7 +279,7 @@ def test_what_cannot_be_compared_is_one_line(
     refused(bench(profile, code, out="code.jsonl"), "code.jsonl is a file; name a folder")
     refused(bench(profile, code, out="no/such"), "cannot write results into no/such")
     refused(bench(profile, code, device="abacus"), "no device 'abacus'")
-    refused(bench(profile, code, max_new_tokens=254), "too few prompts", "context of 256", "max-prompt-tokens")
+    refused(bench(profile, code, max_new_tokens=254), "too few prompts", "context of 256", "max_prompt_tokens")
     refused(bench(profile, code, held_out_prompts=30), "too few prompts")
     refused(
         bench(profile, code, model=save_tiny_checkpoint(workplace / "model", seed=1)), "was tuned for", "other weights"

@@ -118,7 +118,7 @@ def test_another_search_under_a_used_experiment_changes_nothing(
     assert [status for _, status, _ in before][:1] == ["FINISHED"]
     data = write_tiny_prompts(workplace / "other.jsonl", count=30)
     weights = save_tiny_checkpoint(workplace / "weights", seed=1)
-    monkeypatch.setattr("tuner.search.run.forecast", None)  # nothing is decoded
+    monkeypatch.setattr("tuner.search.run.plan", None)  # nothing is decoded
     refused(run_search(dataset=str(data), experiment="used"), "was a search with another data", "--experiment")
     refused(run_search(model=str(weights), experiment="used"), "was a search with another model", "--experiment")
     smaller = save_tiny_checkpoint(workplace / "smaller", num_layers=5)

@@ -84,7 +84,7 @@ def test_memory_is_freed_when_a_candidate_needs_more_than_there_is(monkeypatch: 
     kept = weakref.ref(bench._decoders.get(LayerSkip.blocks((2,)), Fixed()).drafter)
     assert kept() is not None
 
-    def full(*args: object) -> None:
+    def full(*args: object, **options: object) -> None:
         raise torch.OutOfMemoryError("no memory left")
 
     monkeypatch.setattr("tuner.measuring.turns.Interleaved.take", full)

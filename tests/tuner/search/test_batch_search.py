@@ -131,12 +131,3 @@ def test_dry_run_says_what_a_trial_decodes(run_search: SearchCommand, workplace:
     result = run_search("--dry-run", batch_size="3", tuning_prompts="8", held_out_prompts="6")
     assert result.exit_code == 0, result.output
     assert "8 for tuning (6 per trial), 6 held out, 10 tokens each, in batches of 3" in " ".join(result.stdout.split())
-
-
-@pytest.mark.parametrize("command", ["searches", "predictions", "integrity"])
-def test_commands_that_decode_one_by_one_refuse_a_batch_size(command: str, workplace: Path) -> None:
-    (workplace / "c.yaml").write_text("model: m\ndataset: d\nbatch_size: 4\n")
-    result = CliRunner().invoke(main, ["evaluate", command, "--config", "c.yaml"])
-    assert result.exit_code == 2
-    assert "decodes prompts one by one, got 4" in result.stderr
-    assert "Traceback" not in result.output

@@ -109,7 +109,7 @@ def test_dry_run_shows_memory_and_time(run_search: Callable[..., Result]) -> Non
     assert "memory (estimate, before weights are read) weights" in shown
     assert "at most 30:00 min for everything, results included" in shown
     assert "--timeout 30:00 min for everything (estimate): " in shown
-    assert "finalists on" in shown
+    assert "for race, confirmation and results" in shown
 
 
 def test_time_without_a_limit_is_given_in_tokens() -> None:
