@@ -101,7 +101,8 @@ def test_a_killed_node_of_a_ray_cluster_loses_its_running_trial_alone(place: Sea
     cluster = ray_clusters.Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
         nodes = [cluster.add_node(num_cpus=size) for size in (2, 1)]  # no other node is as large as the killed one
-        search = _start(place, "--ray", cluster.address, "--device", "cpu")
+        # One thread on each: nodes of different sizes would be different devices.
+        search = _start(place, "--ray", cluster.address, "--device", "cpu", "--threads", "1")
         _wait(lambda: len(_records(place)) > 1 and _states(place)["RUNNING"] > 1, search, said)
         before = _records(place)
         cluster.remove_node(nodes[0], allow_graceful=False)
