@@ -255,7 +255,8 @@ def _any_takes(
 def _variants(document: type[Document]) -> list[Any]:
     """Return the document with its defaults, and with n-grams of one length if it has any."""
     lengths = range(1, 6) if "min_ngram" in document.model_fields else ()
-    return [document(), *(document(max_ngram=length, min_ngram=length) for length in lengths)]
+    settings: list[dict[str, int]] = [{}, *({"max_ngram": length, "min_ngram": length} for length in lengths)]
+    return [document(**each) for each in settings]
 
 
 def _suggest(trial: BaseTrial, prefix: str, document: type[Document]) -> Any:
