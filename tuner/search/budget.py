@@ -122,7 +122,7 @@ class Budget:
         )
 
     def trial_seconds(self, samples: int) -> float:
-        """Return the expected seconds of a trial on so many samples."""
+        """Return the expected seconds of a trial on `samples` samples."""
         return PAIRED * self.plain * samples
 
     def fitted(self, **known: int) -> End:
@@ -210,7 +210,7 @@ class TrialTime:
 
 
 def halved(count: int, least: int, each: float, seconds: float) -> int:
-    """Return `count` halved until so many steps of `each` seconds fit in `seconds`, `least` at least."""
+    """Return `count` halved until that number of steps, of `each` seconds, fits in `seconds`, `least` at least."""
     while count > least and count * each > seconds:
         count = max(least, count // 2)
     return count

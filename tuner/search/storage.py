@@ -211,7 +211,7 @@ class StudyStore:
         return spent
 
     def note_run(self, run: str, seconds: float) -> None:
-        """Store that a run has taken so many seconds until now; nothing if no study was opened yet."""
+        """Store the seconds that a run has taken until now; nothing if no study was opened yet."""
         now = time.time()
         for name in self._opened[-1:]:
             self._read[name].note(f"{RUNS} {run}", [now - seconds, now])

@@ -107,7 +107,7 @@ def test_every_contender_has_samples_beside_plain_decoding_of_the_same_turn() ->
 
 
 def of_lengths(*lengths: int) -> Measurement:
-    """A measurement whose samples decoded so many tokens."""
+    """A measurement with one sample for each number of decoded tokens."""
     return Measurement(samples=tuple(sample(1.0, index, draft_tokens=n) for index, n in enumerate(lengths)))
 
 
