@@ -138,9 +138,8 @@ class Trials:
             seconds=now - self._since,
         )
         self._since = now
-        self._stored.keep(
-            trial, record
-        )  # on disk before Optuna or the study learns of it: a kill from here on loses nothing
+        # On disk before Optuna or the study learns of it: a kill from here on loses nothing.
+        self._stored.keep(trial, record)
         if self._limit is not None:
             self._limit.took(record)
         self._learn()

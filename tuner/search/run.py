@@ -75,9 +75,8 @@ def search(task: Task, progress: Progress) -> SearchResult:
     with clock.stage(Stage.WRITING):
         store = StudyStore(task.config.storage, task.config.resolved_experiment())
     try:
-        store.check_identity(
-            task.identity
-        )  # before anything is decoded, and before the run of another search is opened
+        # Before anything is decoded, and before the run of another search is opened.
+        store.check_identity(task.identity)
         with store.lock(_patience(task)):
             if (finished := finished_result(store, task.settings)) is not None:
                 return _shown(task, *finished, progress)
