@@ -31,7 +31,6 @@ class Leaves:
 
     @property
     def num_leaves(self) -> int:
-        """Number of leaves at all depths (m)."""
         return sum(self.counts)
 
     @property
@@ -257,24 +256,18 @@ class Acceptance(Protocol):
 
 
 class Greedy:
-    """Greedy decoding: always the most likely token."""
-
     is_greedy = True
 
     def choose(self, scores: Tensor) -> tuple[Tensor, None]:
-        """Return the argmax [1]."""
         return most_likely(scores[None]), None
 
     def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> Tensor:
-        """See `accept_greedy`."""
         return accept_greedy(drafted, most_likely(scores))
 
     def choose_several(self, scores: Tensor, count: int) -> tuple[Tensor, None]:
-        """Return the most likely tokens [1 + count or fewer]."""
         return scores.topk(min(1 + count, scores.shape[-1])).indices, None
 
     def accept_tree(self, drafted: Tensor, leaves: Leaves, probabilities: Tensor | None, scores: Tensor) -> Tensor:
-        """See `accept_leaf_greedy`."""
         return accept_leaf_greedy(drafted, leaves, most_likely(scores))
 
 
@@ -287,7 +280,6 @@ class Sampling:
         self._generator = generator
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a sampled token id [1] and its distribution [vocabulary]."""
         probabilities = torch.softmax(scores.float(), dim=-1)
         return sample(probabilities, self._generator), probabilities
 
@@ -302,12 +294,10 @@ class Sampling:
         return accept_sampled(drafted, probabilities, target, self._generator)
 
     def choose_several(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return sampled token ids [1 + count or fewer] and their distribution [vocabulary]."""
         probabilities = torch.softmax(scores.float(), dim=-1)
         return sample_several(probabilities, 1 + count, self._generator), probabilities
 
     def accept_tree(self, drafted: Tensor, leaves: Leaves, probabilities: Tensor | None, scores: Tensor) -> Tensor:
-        """Apply `accept_leaf_sampled`."""
         assert probabilities is not None, "leaves are sampled from the distributions of the chain"
         return accept_leaf_sampled(
             drafted, leaves, probabilities, torch.softmax(scores.float(), dim=-1), self._generator

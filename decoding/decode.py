@@ -258,7 +258,6 @@ def _read_prompt(target: Target, sequence: TokenSequence, cache: KVCache) -> Ten
 def _prefill(
     read_prompt: Callable[[], Tensor], request: Request, sequence: TokenSequence, cache: KVCache
 ) -> tuple[Prefill, bool]:
-    """Run the whole model over the prompt and choose the first token."""
     start = time.perf_counter()
     token = request.choose(sequence, Outputs(read_prompt(), None))
     sequence.write_chosen(0, token)

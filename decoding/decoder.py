@@ -116,7 +116,6 @@ class Decoder:
         return decode_in_lockstep(self.target, loops, capacity)
 
     def generate(self, request: Request) -> Generation:
-        """Decode one sequence to its end."""
         return Generation.collect(self.steps(request))
 
     def generate_batch(self, requests: Sequence[Request]) -> BatchGeneration:
@@ -156,5 +155,4 @@ class Decoder:
 
 
 def plain_decoder(target: Target) -> Decoder:
-    """Return a decoder that never drafts."""
     return Decoder(target, PlainDecoding(), Fixed())

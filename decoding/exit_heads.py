@@ -85,12 +85,10 @@ class HeadFacts(Document):
 
     @property
     def noun(self) -> str:
-        """The head in messages."""
         return "feature head" if self.is_feature_head else "exit head"
 
 
 def head_name(exit_layer: int) -> str:
-    """Return the usual file name of an exit's head."""
     return f"exit_head_{exit_layer}.safetensors"
 
 

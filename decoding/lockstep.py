@@ -86,7 +86,6 @@ class Lockstep:
 
     @property
     def running(self) -> Set[int]:
-        """Rows whose tasks have not ended."""
         return self._running.keys()
 
     def new_cache(self, row: int, capacity: int) -> KVCache:
@@ -148,7 +147,6 @@ class Lockstep:
                 del self._running[row]
 
     def run_to_end(self, tasks: Sequence[Callable[[], object]]) -> None:
-        """Run each row's task to its end without pausing."""
         for _ in self.run(tasks):
             pass
 
@@ -213,19 +211,16 @@ class _Row:
         self._row, self._passes, self._reads = row, passes, reads
 
     def run(self, part: Part, request: PassRequest) -> Outputs:
-        """Wait for a pass."""
         self._passes[self._row] = _Pass(part, request)
         outputs: Outputs = getcurrent().parent.switch()
         return outputs
 
     def write(self, part: Part, request: PassRequest, num_tokens: int) -> Written:
-        """Wait for drafts."""
         self._passes[self._row] = _Pass(part, request, num_tokens)
         written: Written = getcurrent().parent.switch()
         return written
 
     def read(self, values: Tensor) -> list[Any]:
-        """Wait for numbers of the device."""
         self._reads[self._row] = values
         numbers: list[Any] = getcurrent().parent.switch()
         return numbers

@@ -33,12 +33,10 @@ class Comparison:
 
     @property
     def is_lossless(self) -> bool:
-        """True if the outputs are identical or first differ at a numerical tie."""
         return self.identical or self.tie
 
 
 def compare(target: Target, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]) -> Comparison:
-    """Compare `other` with the tokens of `plain` decoding, both continuations of `prompt`."""
     if tuple(plain) == tuple(other):
         return Comparison(identical=True)
     pairs = zip(plain, other, strict=False)

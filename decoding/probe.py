@@ -48,7 +48,6 @@ class Capabilities:
 
     @property
     def is_supported(self) -> bool:
-        """True if sdtune can tune this model."""
         return self.refusal is None
 
 
@@ -84,7 +83,6 @@ def probe(model: PreTrainedModel) -> Capabilities:
 
 
 def _can_skip(target: Target, attention: Sequence[int], mlp: Sequence[int]) -> bool:
-    """Return True if the model runs without these sublayers."""
     try:
         check_skips(target, attention, mlp)
     except UnsupportedModelError:

@@ -312,7 +312,6 @@ class DraftProfile(Document):
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
-        """Return the JSON Schema of a profile."""
         schema = cls.model_json_schema(by_alias=True)
         # The default is for writing: `load` requires the version.
         return {**schema, "required": ["schema", *schema["required"]]}

@@ -78,7 +78,6 @@ class Steering:
 
     @classmethod
     def of(cls, controller: Controller, draft: Draft) -> Steering:
-        """Return what `controller` may do with rounds of `draft`."""
         return cls(
             controller.max_tokens,
             controller.looks_at_drafts,
@@ -295,7 +294,6 @@ class _Staged:
         """True if states were pending, so that `num_pending` meant something."""
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
-        """See `Drafter.prefill`."""
         return self._read(sequence, cache)
 
     def draft(
@@ -307,7 +305,6 @@ class _Staged:
         acceptance: Acceptance,
         limit: int,
     ) -> Proposal:
-        """See `Drafter.draft`."""
         if self._num_pending is not None:
             self.has_pending |= cache.pretend_pending(self._num_pending)
         draft = self._drafter.draft(sequence, cache, controller, shaping, acceptance, limit)
@@ -320,7 +317,6 @@ class _Staged:
         return replace(draft, leaves=leaves)
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
-        """See `Drafter.verify`."""
         return self._drafter.verify(sequence, cache, draft)
 
 

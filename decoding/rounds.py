@@ -52,7 +52,6 @@ class Generation:
 
     @classmethod
     def collect(cls, steps: Iterable[Prefill | Round]) -> Generation:
-        """Collect all records of a loop of `decoding.decode`."""
         first, *rounds = steps
         assert isinstance(first, Prefill), "a loop yields its prefill first"
         return cls(prefill=first, rounds=tuple(step for step in rounds if isinstance(step, Round)))
@@ -69,7 +68,6 @@ class Generation:
 
     @property
     def num_drafted(self) -> int:
-        """Number of drafted tokens."""
         return sum(step.num_drafted for step in self.rounds)
 
     @property
@@ -84,17 +82,14 @@ class Generation:
 
     @property
     def decode_seconds(self) -> float:
-        """Wall-clock seconds of the decode phase."""
         return sum(step.seconds for step in self.rounds)
 
     @property
     def draft_seconds(self) -> float:
-        """Seconds of the decode phase spent drafting."""
         return sum(step.draft_seconds for step in self.rounds)
 
     @property
     def accepted_lengths(self) -> Counter[int]:
-        """Number of rounds that accepted 0, 1, 2 ... drafts."""
         return Counter(step.num_accepted for step in self.rounds)
 
 

@@ -54,7 +54,6 @@ class TokenSequence:
 
     @property
     def num_generated(self) -> int:
-        """Number of tokens after the prompt."""
         return self.length - self.prompt_length
 
     @property
@@ -182,7 +181,6 @@ class Ending:
         return tuple(tokens), False
 
     def remaining(self, sequence: TokenSequence) -> int:
-        """Return how many more tokens may be generated."""
         return self.max_new_tokens - sequence.num_generated
 
     def _criterion_met(self, sequence: TokenSequence) -> bool:

@@ -34,11 +34,9 @@ class OwnTokens:
         self.ids = torch.zeros((1, capacity), dtype=torch.long, device=device)
 
     def write(self, start: int, token_ids: Tensor) -> None:
-        """Write at once."""
         self.ids[0, start : start + token_ids.shape[0]] = token_ids
 
     def write_from_host(self, start: int, token_ids: Sequence[int]) -> None:
-        """Write at once, by a staged copy."""
         self.write(start, staged(token_ids, self.ids.device))
 
     def finish(self) -> None:
@@ -57,7 +55,6 @@ class BatchTokens:
         self._device: list[tuple[int, Tensor]] = []
 
     def row(self, index: int) -> TokenRow:
-        """Return the token ids of one sequence."""
         return TokenRow(self, index, self._ids[index : index + 1])
 
     def write(self, row: int, start: int, token_ids: Tensor) -> None:
@@ -90,13 +87,10 @@ class TokenRow:
         self._batch, self._row = batch, row
 
     def write(self, start: int, token_ids: Tensor) -> None:
-        """Note the write."""
         self._batch.write(self._row, start, token_ids)
 
     def write_from_host(self, start: int, token_ids: Sequence[int]) -> None:
-        """Note the write."""
         self._batch.write_from_host(self._row, start, token_ids)
 
     def finish(self) -> None:
-        """Do the pending writes of the whole batch."""
         self._batch.finish()

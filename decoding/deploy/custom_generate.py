@@ -183,7 +183,6 @@ class ProfileDecoder:
         return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=None if turns is None else turns.past)
 
     def _check_history(self, history: RequestHistory | None) -> None:
-        """Refuse a history that would never be read."""
         draft = self.profile.draft
         copies = [each for each in (draft.copying, draft.parts.lookup) if each is not None]
         if history is not None and not any(each.reads_history for each in copies):
@@ -290,7 +289,6 @@ class ProfileDecoder:
         return Decoder(target, draft, rule, decoding, heads=heads)
 
     def _warn(self, message: str) -> None:
-        """Give a warning once."""
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, ProfileWarning, stacklevel=4)

@@ -29,13 +29,11 @@ VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__
 
 
 def check_choice(on_mismatch: str) -> None:
-    """Raise ValueError unless `on_mismatch` is a choice."""
     if on_mismatch not in get_args(OnMismatch):
         raise ValueError(f"on_mismatch is {on_mismatch!r}, not one of {', '.join(get_args(OnMismatch))}")
 
 
 def check_target(profile: DraftProfile, model: PreTrainedModel) -> None:
-    """Raise `TargetMismatchError` unless `model` is the profile's target."""
     expected, found = profile.target, fingerprint(model)
     if found.config_sha256 != expected.config_sha256:
         what = "another configuration"
@@ -51,7 +49,6 @@ def check_target(profile: DraftProfile, model: PreTrainedModel) -> None:
 
 
 def fits(profile: DraftProfile, model: PreTrainedModel) -> bool:
-    """Return whether `model` is the profile's target."""
     try:
         check_target(profile, model)
     except TargetMismatchError:
@@ -60,7 +57,6 @@ def fits(profile: DraftProfile, model: PreTrainedModel) -> bool:
 
 
 def check_depth(profile: DraftProfile, model: PreTrainedModel, mismatch: TargetMismatchError) -> None:
-    """Raise `TargetMismatchError` unless `model` has as many layers as the profile's target."""
     layers = model.config.get_text_config().num_hidden_layers
     if layers != profile.target.num_layers:
         raise TargetMismatchError(f"{mismatch} (the model has {layers} layers: an error also with on_mismatch='warn')")

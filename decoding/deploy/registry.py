@@ -24,7 +24,6 @@ _ADDRESS = re.compile(r"models:/(?P<name>[^/@:]+)(?:@(?P<alias>[^/@:]+)|/(?P<ver
 
 
 def is_address(profile: object) -> bool:
-    """Return True for the address of a registered profile, as text or as a path."""
     return isinstance(profile, str | Path) and str(profile).startswith(_PREFIX)
 
 

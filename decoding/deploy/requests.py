@@ -142,7 +142,6 @@ def _turns(input_ids: Tensor, config: GenerationConfig, past: Cache | None, mask
 
 
 def is_padded(mask: Tensor | None) -> bool:
-    """Return True if a mask hides any position."""
     return mask is not None and not bool(mask.all())
 
 

@@ -253,7 +253,6 @@ def _children(node: dict[str, Any], part: str, definitions: dict[str, Any]) -> l
 
 
 def _variants(node: dict[str, Any], definitions: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the node and all alternatives that its schema allows."""
     node = _resolve(node, definitions)
     yield node
     for variant in (*node.get("anyOf", []), *node.get("oneOf", [])):

@@ -36,7 +36,6 @@ class EntropyBoundRule(AdaptiveThresholdRule):
     threshold_decay: ThresholdDecay = 0.9
 
     def update(self) -> ThresholdUpdate:
-        """Return Algorithm 1 with the settings of the rule."""
         return ThresholdUpdate(self.target_acceptance, self.step, self.acceptance_decay, self.threshold_decay)
 
 
@@ -52,7 +51,6 @@ class AdaEdl(EntropyBoundRule):
     )
 
     def controller(self) -> AdaEdlController:
-        """Return a controller at the initial threshold."""
         return AdaEdlController(self, LastToken.UNCOUNTED if self.keep_last else LastToken.DROPPED)
 
 
@@ -62,17 +60,13 @@ class AdaEdlPublished(EntropyBoundRule):
     rule: Literal["ada_edl_published"] = "ada_edl_published"
 
     def controller(self) -> AdaEdlController:
-        """Return a controller at the initial threshold."""
         return AdaEdlController(self, LastToken.DROPPED)
 
 
 class AdaEdlController(AdaptiveThreshold):
-    """The threshold of Algorithm 1, compared with the lower bound of the acceptance."""
-
     def __init__(self, rule: EntropyBoundRule, last: LastToken) -> None:
         super().__init__(rule, rule.initial_threshold, last)
         self._gamma = rule.gamma
 
     def certainty(self, distribution: DraftDistribution) -> float:
-        """Return 1 - sqrt(gamma * H)."""
         return 1.0 - math.sqrt(self._gamma * max(distribution.entropy, 0.0))

@@ -59,7 +59,6 @@ class AdaptiveThresholdRule(DraftLengthRule):
         """Return Algorithm 1 with the settings of the rule."""
 
     def starting_at(self, threshold: float) -> Self:
-        """Return the rule with `threshold` as its initial one."""
         return self.model_copy(update={"initial_threshold": threshold})
 
 
@@ -95,7 +94,6 @@ class AdaptiveThreshold(Controller):
 
     @property
     def may_stop(self) -> bool:
-        """True if the token that ends a draft is dropped."""
         return self._last is LastToken.DROPPED
 
     def decide(self, num_drafted: int, distribution: DraftDistribution) -> Decision:
@@ -120,7 +118,6 @@ class AdaptiveThreshold(Controller):
         self.threshold = self._update.threshold(self.threshold, self.acceptance_rate, is_full=is_full)
 
     def adapted_rule(self) -> AdaptiveThresholdRule:
-        """Return the rule with the current threshold as its initial one."""
         return self._rule.starting_at(self.threshold)
 
     def _is_full(self, num_drafted: int, num_accepted: int) -> bool:

@@ -33,13 +33,10 @@ class BetaThompson(CostAwareRule):
     prior: BetaPrior = Field(UNIFORM, description="(A, B) at the start of a sequence")
 
     def controller(self) -> BetaThompsonController:
-        """Return a controller that starts at the prior; raise `ValueError` if the costs are unknown."""
         return BetaThompsonController(self)
 
 
 class BetaThompsonController(Controller):
-    """The posterior of the acceptance probability, and a random stream."""
-
     def __init__(self, rule: BetaThompson) -> None:
         super().__init__(rule.max_tokens)
         self._rule = rule

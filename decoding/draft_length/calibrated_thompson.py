@@ -66,7 +66,6 @@ class CalibratedThompson(CostAwareRule):
         return prior
 
     def controller(self) -> CalibratedThompsonController:
-        """Return a controller that starts at the priors; raise `ValueError` if the costs are unknown."""
         return CalibratedThompsonController(self)
 
 
@@ -145,7 +144,6 @@ class CalibratedThompsonController(Controller):
         self._tokens, self._cost = memory * self._tokens + tokens, memory * self._cost + cost
 
     def adapted_rule(self) -> CalibratedThompson:
-        """Return the rule with the posteriors as priors, their evidence capped to stay adaptive."""
         prior = warm_start(self.acceptance, AS_CONFIDENT)
         return self._rule.model_copy(update={"prior": prior, "gain": self.gain.warm_start(NO_GAIN)})
 
@@ -153,7 +151,6 @@ class CalibratedThompsonController(Controller):
         return _RoundSoFar(thetas=[posterior.draw(self._stream) for posterior in self.acceptance])
 
     def _rate_to_beat(self, rate_of_round: float) -> float:
-        """Return the rate to beat, in tokens per unit of cost."""
         rate_before = max(self._tokens / self._cost, 1.0 / self._costs[0])
         return (rate_of_round + rate_before) / 2
 

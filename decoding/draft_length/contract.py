@@ -69,7 +69,6 @@ class DraftDistribution:
 
     @cached_property
     def top_probability(self) -> float:
-        """Probability of the most likely token."""
         return self._number(top_probability(self._log_probabilities)) if self._known is None else self._numbers[0]
 
     @cached_property
@@ -136,7 +135,6 @@ class Looking(Controller):
     """Drafts to the limit but queries every token's distribution, to time what the queries cost."""
 
     def decide(self, num_drafted: int, distribution: DraftDistribution) -> Decision:
-        """Wait for the device, then continue."""
         return Decision.CONTINUE if distribution.top_probability >= 0.0 else Decision.STOP
 
 
@@ -196,16 +194,13 @@ class CostAwareRule(DraftLengthRule):
     )
 
     def with_costs(self, costs: RoundCosts) -> Self:
-        """Return the rule with the costs of a device."""
         return self.model_copy(update={"costs": costs})
 
     @property
     def known_round_costs(self) -> RoundCosts | None:
-        """Costs of the device that the profile was tuned on, or None."""
         return self.costs
 
     def known_costs(self) -> RoundCosts:
-        """Return the costs; raise `ValueError` if they have not been measured yet."""
         if self.costs is None:
             raise ValueError(
                 f"the rule {self.rule!r} has no costs: set them by "

@@ -14,9 +14,7 @@ class Fixed(DraftLengthRule):
 
     @property
     def is_fixed(self) -> bool:
-        """True."""
         return True
 
     def controller(self) -> Controller:
-        """Return the base controller, which has no state."""
         return Controller(self.max_tokens)

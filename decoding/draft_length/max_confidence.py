@@ -39,7 +39,6 @@ class ConfidenceRule(AdaptiveThresholdRule):
     threshold_decay: ThresholdDecay = 0.9
 
     def update(self) -> ThresholdUpdate:
-        """Return Algorithm 1 with the settings of the rule."""
         return ThresholdUpdate(self.target_acceptance, self.step, self.acceptance_decay, self.threshold_decay)
 
 
@@ -53,7 +52,6 @@ class MaxConfidence(ConfidenceRule):
     rule: Literal["max_confidence"] = "max_confidence"
 
     def controller(self) -> ConfidenceController:
-        """Return a controller at the initial threshold."""
         return ConfidenceController(self, LastToken.DROPPED)
 
 
@@ -67,18 +65,14 @@ class AdaptiveExit(ConfidenceRule):
     rule: Literal["adaptive_exit"] = "adaptive_exit"
 
     def controller(self) -> AdaptiveExitController:
-        """Return a controller at the initial threshold."""
         return AdaptiveExitController(self)
 
 
 class ConfidenceController(AdaptiveThreshold):
-    """The threshold of Algorithm 1, compared with the top-1 probability."""
-
     def __init__(self, rule: ConfidenceRule, last: LastToken) -> None:
         super().__init__(rule, rule.initial_threshold, last)
 
     def certainty(self, distribution: DraftDistribution) -> float:
-        """Return the probability of the most likely token."""
         return distribution.top_probability
 
 

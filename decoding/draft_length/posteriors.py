@@ -48,20 +48,16 @@ class BetaPosterior:
 
     @property
     def mean(self) -> float:
-        """Expected acceptance probability."""
         return self.accepted / self.tested
 
     @property
     def tested(self) -> float:
-        """Pseudo-count of all tested tokens."""
         return self.accepted + self.rejected
 
     def draw(self, stream: random.Random) -> float:
-        """Draw a probability in [0, 1] from the posterior."""
         return stream.betavariate(self.accepted, self.rejected)
 
     def learn(self, accepted: float, rejected: float) -> None:
-        """Count tested tokens."""
         self.accepted += accepted
         self.rejected += rejected
 
@@ -84,12 +80,10 @@ class GainPosterior:
 
     @classmethod
     def of(cls, prior: GainPrior) -> GainPosterior:
-        """Return the posterior before any evidence."""
         return cls(prior.rounds, prior.rounds * prior.mean, prior.rounds * (prior.mean**2 + prior.spread**2))
 
     @property
     def mean(self) -> float:
-        """Mean gain of a round, in tokens."""
         return self.total / self.rounds
 
     @property
@@ -101,17 +95,14 @@ class GainPosterior:
         return math.sqrt(max(self.squares / self.rounds - self.mean**2, 1e-6))
 
     def draw(self, stream: random.Random) -> float:
-        """Draw a mean gain from the posterior."""
         return stream.gauss(self.mean, self.spread / math.sqrt(self.rounds))
 
     def learn(self, gain: float) -> None:
-        """Count a drafted round with this gain."""
         self.rounds += 1.0
         self.total += gain
         self.squares += gain * gain
 
     def forget(self, prior: GainPrior, memory: float) -> None:
-        """Keep the share `memory` of the evidence beyond `prior`."""
         before = self.of(prior)
         self.rounds = _between(before.rounds, self.rounds, memory)
         self.total = _between(before.total, self.total, memory)

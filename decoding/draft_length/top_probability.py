@@ -23,11 +23,9 @@ class TopProbability(DraftLengthRule):
 
     @property
     def fixed_threshold(self) -> float | None:
-        """The threshold."""
         return self.threshold
 
     def controller(self) -> Controller:
-        """Return a controller without state."""
         return _TopProbabilityController(self)
 
 

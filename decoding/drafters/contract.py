@@ -40,7 +40,6 @@ class Proposal:
 
     @property
     def num_positions(self) -> int:
-        """Number of proposed tokens and leaves."""
         return self.num_tokens + (0 if self.leaves is None else self.leaves.num_leaves)
 
 

@@ -53,7 +53,6 @@ class EarlyExitDrafter:
 
     @property
     def max_leaves(self) -> int:
-        """Most side leaves of a round."""
         return 0 if self._tree is None else self._tree.most_leaves
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:

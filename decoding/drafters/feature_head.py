@@ -43,7 +43,6 @@ class FeatureHeadDrafter:
 
     @property
     def max_leaves(self) -> int:
-        """Most side leaves of a round."""
         return 0 if self._tree is None else self._tree.most_leaves
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
@@ -123,7 +122,6 @@ class FeatureHeadDrafter:
 def new_drafter(
     target: Target, draft: FeatureHeadDraft, decoding: Decoding, *, heads: HeadFolder | None
 ) -> FeatureHeadDrafter:
-    """Return the drafter of a feature head. Raises `ExitHeadError` for a head that `heads` does not hold."""
     if heads is None:
         raise ExitHeadError(f"the draft needs the feature head {draft.head}: give the folder that holds it")
     return FeatureHeadDrafter(target, heads.feature_head(draft), tree=draft.tree)

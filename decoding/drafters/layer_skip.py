@@ -57,7 +57,6 @@ class LayerSkipDrafter:
 
     @property
     def max_leaves(self) -> int:
-        """Most side leaves of a round."""
         return 0 if self._tree is None else self._tree.most_leaves
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
@@ -126,5 +125,4 @@ class LayerSkipDrafter:
 
 
 def new_drafter(target: Target, draft: LayerSkip, decoding: Decoding, *, heads: HeadFolder | None) -> LayerSkipDrafter:
-    """Return the drafter of a skip set. Raises ValueError for sublayers that `target` does not have."""
     return LayerSkipDrafter(target, draft, prefix_reuse=decoding.prefix_reuse)

@@ -31,7 +31,6 @@ class LookupFirst:
         return max_leaves_of(self.fallback)
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
-        """Prefill with the other drafter, and index the prompt."""
         logits = self.fallback.prefill(sequence, cache)
         sequence.index(self._lookup).update()
         return logits
@@ -57,7 +56,6 @@ class LookupFirst:
         return Proposal(len(tokens), None, looked_up=True, steered=False)
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
-        """Verify with the other drafter."""
         return self.fallback.verify(sequence, cache, draft)
 
 

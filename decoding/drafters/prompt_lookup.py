@@ -28,7 +28,6 @@ class CopyDrafter:
         self._source = source
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
-        """Run the target over the prompt, and read the prompt."""
         logits = self._target.forward(sequence.span(cache.length, sequence.length), cache, cache.length, last_only=True)
         sequence.index(self._source).update()
         return logits
@@ -51,7 +50,6 @@ class CopyDrafter:
         return Proposal(num_tokens, None, looked_up=True)
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
-        """Run the target over the last token and the drafts."""
         token_ids = sequence.span(cache.length, sequence.length + draft.num_tokens)
         return self._target.run(self._target.whole, token_ids, cache, cache.length)
 
@@ -73,5 +71,4 @@ def length_allowed(controller: Controller, limit: int) -> int:
 
 
 def new_drafter(target: Target, draft: CopySettings, decoding: Decoding, *, heads: HeadFolder | None) -> CopyDrafter:
-    """Return the drafter of a draft that copies."""
     return CopyDrafter(target, draft)

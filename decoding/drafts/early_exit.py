@@ -40,19 +40,16 @@ class EarlyExit(DraftDocument):
 
     @property
     def name(self) -> str:
-        """See `DraftDocument.name`."""
         return "exit with head" if self.head else "exit"
 
     @property
     def phrase(self) -> str:
-        """See `DraftDocument.phrase`."""
         head = "trained head" if self.head else "no head"
         tokens = f" for {self.draft_vocabulary:,} tokens" if self.draft_vocabulary else ""
         return f"exit at {self.exit_layer}, {head}{tokens}"
 
     @property
     def own_columns(self) -> dict[str, Any]:
-        """The exit layer, and the type of its head."""
         return {"exit_layer": self.exit_layer, "exit_head": "block" if self.head else "none"}
 
     @property
@@ -63,12 +60,10 @@ class EarlyExit(DraftDocument):
         return DraftHead(self.head, self.head_sha256, self.draft_vocabulary, rereads=self.bits is not None)
 
     def check(self, num_layers: int) -> None:
-        """Raise ValueError unless the exit is before the last of `num_layers` blocks."""
         if self.exit_layer >= num_layers:
             raise ValueError(f"draft exits at layer {self.exit_layer}, but it must be 1 to {num_layers - 1}")
 
     def skipped(self, num_layers: int) -> LayerSkip:
-        """Return the skip of every block after the exit, in the same precision, without head, lookup and tree."""
         return LayerSkip.blocks(tuple(range(self.exit_layer, num_layers)), bits=self.bits)
 
     @property

@@ -50,18 +50,15 @@ class FeatureHeadDraft(DraftDocument):
 
     @property
     def name(self) -> str:
-        """See `DraftDocument.name`."""
         return "feature head"
 
     @property
     def phrase(self) -> str:
-        """See `DraftDocument.phrase`."""
         tokens = f" for {self.draft_vocabulary:,} tokens" if self.draft_vocabulary else ""
         return f"feature head{tokens}"
 
     @property
     def own_columns(self) -> dict[str, Any]:
-        """The type of the head."""
         return {"exit_head": "feature"}
 
     @property
@@ -70,5 +67,4 @@ class FeatureHeadDraft(DraftDocument):
         return DraftHead(self.head, self.head_sha256, self.draft_vocabulary, is_autoregressive=True, rereads=True)
 
     def skipped(self, num_layers: int) -> LayerSkip:
-        """Return the skip of every block."""
         return LayerSkip.blocks(tuple(range(num_layers)))

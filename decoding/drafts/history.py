@@ -29,12 +29,10 @@ class RequestHistory:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in the store."""
         return self._num_tokens
 
     @property
     def num_answers(self) -> int:
-        """Number of answers in the store."""
         return len(self._answers)
 
     def add(self, token_ids: Sequence[int]) -> None:
@@ -65,7 +63,6 @@ class RequestHistory:
             return True
 
     def clear(self) -> None:
-        """Forget everything."""
         with self._lock:
             self._answers.clear()
             self._num_tokens = 0

@@ -27,11 +27,9 @@ class DraftKind:
     """`module:name` of a class that implements `studies.prediction.contract.DraftPredictor`."""
 
     def load_drafter(self) -> Any:
-        """Import the drafter's factory."""
         return resolve_name(self.drafter)
 
     def load_predictor(self) -> Any:
-        """Import the predictor's class."""
         return resolve_name(self.predictor)
 
 

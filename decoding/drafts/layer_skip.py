@@ -27,7 +27,6 @@ class LayerSkip(DraftDocument):
 
     @classmethod
     def blocks(cls, indices: list[int] | tuple[int, ...], *, bits: BitWidth | None = None) -> LayerSkip:
-        """Return the draft that skips whole blocks."""
         return cls(skip_attention=tuple(indices), skip_mlp=tuple(indices), bits=bits)
 
     @property
@@ -37,12 +36,10 @@ class LayerSkip(DraftDocument):
 
     @property
     def skips_any(self) -> bool:
-        """True if any sublayer is left out."""
         return self.first_skipped is not None
 
     @property
     def name(self) -> str:
-        """See `DraftDocument.name`."""
         return "skip set" if self.skips_any or not self.bits else "model"
 
     @property
@@ -56,7 +53,6 @@ class LayerSkip(DraftDocument):
 
     @property
     def own_columns(self) -> dict[str, Any]:
-        """The skipped sublayers, and their number."""
         return {
             "skip_attention": compact_indices(self.skip_attention),
             "skip_mlp": compact_indices(self.skip_mlp),
@@ -64,13 +60,11 @@ class LayerSkip(DraftDocument):
         }
 
     def check(self, num_layers: int) -> None:
-        """Raise ValueError for a sublayer that a target with `num_layers` blocks does not have."""
         highest = max((*self.skip_attention, *self.skip_mlp), default=0)
         if highest >= num_layers:
             raise ValueError(f"draft skips layer {highest}, but the target has layers 0 to {num_layers - 1}")
 
     def skipped(self, num_layers: int) -> LayerSkip:
-        """Return the same sublayers without lookup and tree."""
         return self.having(lookup=None, tree=None)
 
     @property

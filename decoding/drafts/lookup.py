@@ -75,16 +75,13 @@ class NgramMatch(CopySettings):
 
     @property
     def ngram_lengths(self) -> tuple[int, int]:
-        """Longest and shortest n-gram."""
         return self.max_ngram, self.min_ngram
 
     @property
     def match(self) -> str:
-        """Longest and shortest n-gram, as `3-1`."""
         return f"{self.max_ngram}-{self.min_ngram}"
 
     def new_index(self, token_ids: Sequence[int], history: RequestHistory | None = None) -> CopyIndex:
-        """Return an index of n-grams; it reads no earlier answers."""
         return NgramCopies(token_ids, max_ngram=self.max_ngram, min_ngram=self.min_ngram)
 
 
@@ -107,11 +104,9 @@ class SuffixMatch(CopySettings):
 
     @property
     def match(self) -> str:
-        """Shortest match, tokens per token, and least probability."""
         return f"{self.min_match}, x{self.max_spec_factor:g}, {self.min_token_prob:g}"
 
     def new_index(self, token_ids: Sequence[int], history: RequestHistory | None = None) -> CopyIndex:
-        """Return a suffix automaton."""
         return SuffixCopies(
             token_ids,
             min_match=self.min_match,
@@ -141,7 +136,6 @@ class Lookup(NgramMatch, FirstLookup):
     max_tokens: MaxCopied = 10
 
     def describe(self) -> str:
-        """Return one short phrase for tables."""
         return f"lookup ({self.match}, {self.max_tokens})"
 
 
@@ -153,7 +147,6 @@ class SuffixLookup(SuffixMatch, FirstLookup):
     max_tokens: MaxCopied = 10
 
     def describe(self) -> str:
-        """Return one short phrase for tables."""
         return f"suffix automaton ({self.match}, {self.max_tokens})"
 
 
@@ -189,5 +182,4 @@ LookupBefore = Annotated[
 
 
 def lookup_columns(settings: CopySettings) -> dict[str, Any]:
-    """Return the columns of a lookup in the table of trials."""
     return {f"lookup.{key}": value for key, value in settings.model_dump(exclude={"kind"}).items()}

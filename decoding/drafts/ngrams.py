@@ -46,7 +46,6 @@ class NgramCopies:
         self._longest_first = [NgramIndex(token_ids, length) for length in range(max_ngram, min_ngram - 1, -1)]
 
     def update(self) -> None:
-        """Index the tokens appended since the last update."""
         for index in self._longest_first:
             index.update()
 
@@ -56,7 +55,6 @@ class NgramCopies:
         return None if start is None else copied(self._token_ids, start, num_tokens)
 
     def find(self) -> int | None:
-        """Return the position after the latest earlier occurrence of the longest n-gram, or None."""
         for index in self._longest_first:
             if (start := index.find_last()) is not None:
                 return start

@@ -15,17 +15,14 @@ class PromptLookup(NgramMatch, DraftDocument):
 
     @property
     def name(self) -> str:
-        """See `DraftDocument.name`."""
         return "lookup alone"
 
     @property
     def phrase(self) -> str:
-        """See `DraftDocument.phrase`."""
         return f"prompt lookup ({self.match})"
 
     @property
     def own_columns(self) -> dict[str, Any]:
-        """The n-gram lengths."""
         return lookup_columns(self)
 
 
@@ -40,15 +37,12 @@ class SuffixDraft(SuffixMatch, DraftDocument):
 
     @property
     def name(self) -> str:
-        """See `DraftDocument.name`."""
         return "suffix automaton alone"
 
     @property
     def phrase(self) -> str:
-        """See `DraftDocument.phrase`."""
         return f"suffix automaton ({self.match})"
 
     @property
     def own_columns(self) -> dict[str, Any]:
-        """The settings of the match."""
         return lookup_columns(self)

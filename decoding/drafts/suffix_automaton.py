@@ -30,7 +30,6 @@ class SuffixAutomaton:
         self.num_tokens = 0
 
     def extend(self, token: int) -> None:
-        """Append one token."""
         before = self._last
         new = self._add({}, self._length[before] + 1, ROOT)
         state = before

@@ -32,7 +32,6 @@ class SuffixCopies:
         self._matchers = [_Matcher(*each) for each in history.answers()] if history else []
 
     def update(self) -> None:
-        """Read the tokens appended since the last call."""
         for position in range(self._own.num_tokens, len(self._token_ids)):
             token = self._token_ids[position]
             self._own.extend(token)

@@ -74,15 +74,12 @@ class FixedLeaves(CandidateTree):
 
     @property
     def most_per_depth(self) -> int:
-        """Most leaves at a depth."""
         return self.leaves
 
     def wanted(self, depths: Sequence[SeenDepth], *, is_greedy: bool) -> list[int]:
-        """Return `leaves` for every depth."""
         return [self.leaves] * len(depths)
 
     def describe(self) -> str:
-        """Return one short phrase for tables."""
         return f"{self.leaves} side {'leaf' if self.leaves == 1 else 'leaves'}"
 
 
@@ -97,16 +94,13 @@ class PublishedLeaves(CandidateTree):
 
     @property
     def most_per_depth(self) -> int:
-        """Most leaves at a depth."""
         return MOST_PER_DEPTH
 
     def wanted(self, depths: Sequence[SeenDepth], *, is_greedy: bool) -> list[int]:
-        """Return the numbers by the draft's highest probability at each depth."""
         leaves = (2, 4, 7, 9) if is_greedy else (0, 2, 4, 9)
         return [leaves[sum(depth.ranked[0] <= bound for bound in (0.95, 0.8, 0.5))] for depth in depths]
 
     def describe(self) -> str:
-        """Return one short phrase for tables."""
         return "published tree"
 
 
@@ -124,12 +118,10 @@ class SizedLeaves(CandidateTree):
 
     @property
     def most_per_depth(self) -> int:
-        """Most leaves at a depth."""
         return min(self.max_leaves, MOST_PER_DEPTH)
 
     @property
     def most_leaves(self) -> int:
-        """Most leaves of a round."""
         return self.max_leaves
 
     def wanted(self, depths: Sequence[SeenDepth], *, is_greedy: bool) -> list[int]:
@@ -144,7 +136,6 @@ class SizedLeaves(CandidateTree):
         return counts
 
     def describe(self) -> str:
-        """Return one short phrase for tables."""
         return f"tree of at most {self.max_leaves} leaves (gain {self.least_gain:.3g})"
 
 

@@ -35,8 +35,6 @@ RETRY_SECONDS = "1"
 
 
 class ApiError(Exception):
-    """An answer with OpenAI's error object."""
-
     def __init__(
         self,
         status: int,
@@ -51,12 +49,10 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error object."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
     @property
     def response(self) -> JSONResponse:
-        """The whole answer."""
         headers = {"Retry-After": RETRY_SECONDS} if self.status in (429, 503) else None
         return JSONResponse(self.body, self.status, headers)
 
@@ -214,7 +210,6 @@ def _failure(error: RequestFailedError) -> ApiError:
 
 
 def _validation(error: RequestValidationError) -> ApiError:
-    """Name the first thing that is wrong with a body."""
     message, param, code = refusal(error.errors()[0])
     return ApiError(400, message, param=param, code=code)
 
@@ -228,11 +223,9 @@ class CompletionFormat:
 
     @property
     def chunk_kind(self) -> str:
-        """The `object` of a streamed chunk."""
         return self.kind
 
     def choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        """Return a whole choice."""
         return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
 
     def first_delta(self, index: int) -> dict[str, Any] | None:
@@ -240,7 +233,6 @@ class CompletionFormat:
         return None
 
     def delta(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        """Return the choice of a chunk."""
         return self.choice(index, text, reason)
 
 
@@ -249,20 +241,16 @@ class ChatFormat(CompletionFormat):
 
     @property
     def chunk_kind(self) -> str:
-        """The `object` of a streamed chunk."""
         return f"{self.kind}.chunk"
 
     def choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        """Return a whole choice."""
         message = {"role": "assistant", "content": text}
         return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
 
     def first_delta(self, index: int) -> dict[str, Any] | None:
-        """Return the choice that names the role."""
         return self._delta(index, {"role": "assistant", "content": ""}, None)
 
     def delta(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        """Return the choice of a chunk."""
         return self._delta(index, {"content": text} if text else {}, reason)
 
     def _delta(self, index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:

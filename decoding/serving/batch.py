@@ -56,7 +56,6 @@ class ContinuousBatch:
 
     @property
     def num_running(self) -> int:
-        """Number of sequences that are being decoded."""
         return len(self._jobs)
 
     @torch.inference_mode()  # around `stop` too: a sequence that is dropped leaves the mode in which it was resumed
@@ -83,7 +82,6 @@ class ContinuousBatch:
 
     @torch.inference_mode()
     def close(self) -> None:
-        """End all jobs, running and waiting."""
         for row in list(self._jobs):
             self._rows.stop(row)
             self._end(row, RequestEnd(Stopped.CLOSED, "the server is shutting down"))
@@ -118,7 +116,6 @@ class ContinuousBatch:
         return True
 
     def _check(self, job: Job) -> None:
-        """Raise `UnsupportedRequestError` unless the sequence fits into a row."""
         length = len(job.request.prompt) + job.request.ending.max_new_tokens
         if length > self.max_length:
             raise UnsupportedRequestError(f"prompt and new tokens are {length}, and the server takes {self.max_length}")

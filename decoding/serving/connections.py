@@ -56,12 +56,10 @@ class Connection(H11Protocol):
                 self.connections.discard(longest)  # now, so that no request is refused for it
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Look no more."""
         self._timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Count what a body brings."""
         self._received += len(data)
         super().data_received(data)
 
@@ -105,7 +103,6 @@ class OncePerMinute(logging.Filter):
         self._passed: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Say whether a record is logged."""
         message, now = str(record.msg), time.monotonic()
         # asyncio logs a traceback for each connection that it cannot accept because the process has too many open files.
         is_refused_accept = record.name == "asyncio" and "out of system resource" in message
@@ -120,7 +117,6 @@ class OncePerMinute(logging.Filter):
 
 
 def max_connections() -> int:
-    """Return the most connections at a time."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, max(files // 2, 1))
 
@@ -156,7 +152,6 @@ class DrainingServer(uvicorn.Server):
         self._drain_seconds, self._end_answers = drain_seconds, end_answers
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
         timer = asyncio.get_running_loop().call_later(self._drain_seconds, self._end_answers)
         await super().shutdown(sockets)
         timer.cancel()

@@ -116,7 +116,6 @@ class DraftControl:
 
     @property
     def drafts(self) -> bool:
-        """True if the next rounds draft."""
         return self._loads[self._load].drafts
 
     @property

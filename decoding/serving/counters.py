@@ -79,7 +79,6 @@ class ServerCounters:
         self.gauge("sdtune:profile_acceptance_rate", acceptance, lambda: measured.draft_acceptance_rate)
 
     def observe(self, job: Job, event: Prefill | Round | RequestEnd) -> None:
-        """Count a record of a request, or its end."""
         if isinstance(event, Prefill):
             self._prompt.inc(len(job.request.prompt))
             self._generated.inc()
@@ -101,7 +100,6 @@ class ServerCounters:
         self._ends.labels(self._name, reason).inc()
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
         for load, speedup in ({} if self._control is None else self._control.speedups).items():
             for gauge, value in zip(self._speedups, (speedup.value, *speedup.ci95), strict=True):
                 gauge.labels(self._name, load_name(load)).set(value)

@@ -29,7 +29,6 @@ class DecodingThread:
         return self._thread.is_alive() and not self.room.is_closed
 
     def start(self) -> None:
-        """Begin to decode."""
         self._thread.start()
 
     @property

@@ -110,8 +110,6 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """`stream_options`."""
-
     include_usage: bool = False
     continuous_usage_stats: bool = Field(False, description="Not in OpenAI's API: each chunk has the usage so far.")
 
@@ -157,17 +155,14 @@ class GenerationBody(Body):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def is_greedy(self) -> bool:
-        """True if the most likely token is always taken."""
         return (self.temperature is not None and self.temperature < GREEDY_BELOW) or self.top_k == 1
 
     @property
     def reports_usage(self) -> bool:
-        """True if a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
@@ -217,22 +212,17 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each as text or token ids."""
         given: Any = self.prompt
         single = isinstance(given, str) or isinstance(given[0], int)
         return [given] if single else list(given)
 
 
 class TextPart(Body):
-    """A part of a message."""
-
     type: Literal["text"]
     text: Text
 
 
 class Message(Body):
-    """A turn of a conversation."""
-
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         Annotated[Text, Tag(FORM + "text")] | Annotated[list[TextPart], Field(fail_fast=True), Tag(FORM + "texts")],
@@ -242,7 +232,6 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        """The content as one text."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 

@@ -30,11 +30,9 @@ class SharedRows:
 
     @property
     def running(self) -> Set[int]:
-        """The occupied rows."""
         return self._lockstep.running
 
     def start(self, row: int, loop: Loop) -> None:
-        """Begin a sequence; it runs until it needs its first pass."""
         self._lockstep.start(row, partial(self._decode, row, loop))
 
     def _decode(self, row: int, loop: Loop) -> None:
@@ -54,7 +52,6 @@ class SharedRows:
         return events
 
     def stop(self, row: int) -> None:
-        """Drop the sequence where it waits."""
         self._lockstep.stop(row)
 
 
@@ -68,7 +65,6 @@ class TurnRows:
 
     @property
     def running(self) -> Set[int]:
-        """The occupied rows."""
         return self._steps.keys()
 
     def start(self, row: int, loop: Loop) -> None:
@@ -89,7 +85,6 @@ class TurnRows:
         return events
 
     def stop(self, row: int) -> None:
-        """Drop the sequence."""
         del self._steps[row]
 
 

@@ -75,7 +75,6 @@ class Service:
 
     @property
     def max_length(self) -> int:
-        """Most tokens of a prompt and its answer."""
         return self.decoding.batch.max_length
 
     async def chat_prompt(self, body: ChatBody) -> list[int]:
@@ -166,7 +165,6 @@ class Service:
         return answer
 
     def forget(self, answer: Answer) -> None:
-        """Drop an answer that has ended."""
         self._answers.discard(answer)
 
     def end_answers(self) -> None:

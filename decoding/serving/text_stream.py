@@ -40,7 +40,6 @@ class TextStream:
         return "".join(pieces)
 
     def finish(self) -> str:
-        """Return what was held back."""
         if self.is_stopped:
             return ""
         rest = self._decode(self._start, len(self._tokens))[len(self._decode(self._start, self._read)) :]

@@ -71,7 +71,6 @@ class WaitingRoom:
 
     @property
     def is_closed(self) -> bool:
-        """True if nothing is taken in any more."""
         return self._is_closed
 
     def put(self, job: Job) -> None:
@@ -87,7 +86,6 @@ class WaitingRoom:
             self._changed.notify_all()
 
     def take(self) -> Job | None:
-        """Return the job that has waited longest, or None."""
         with self._changed:
             return self._jobs.popleft() if self._jobs else None
 
@@ -106,7 +104,6 @@ class WaitingRoom:
             return found
 
     def close(self) -> None:
-        """Take in nothing any more."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

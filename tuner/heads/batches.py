@@ -29,7 +29,6 @@ class TrainingBatch:
 
     @classmethod
     def of(cls, texts: Sequence[GeneratedText], device: torch.device) -> TrainingBatch:
-        """Return the batch of `texts` on `device`."""
         length = max(len(text.prompt) + len(text.response) for text in texts) - 1
         first = min(len(text.prompt) for text in texts) - 1
         token_ids = torch.zeros(len(texts), length, dtype=torch.long)

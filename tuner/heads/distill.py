@@ -79,7 +79,6 @@ class Distillation:
 
     @property
     def kind(self) -> HeadKind:
-        """Kind of the heads."""
         return HEAD_KINDS[self.settings.head]
 
     @cached_property
@@ -92,12 +91,10 @@ class Distillation:
 
     @cached_property
     def model(self) -> Fingerprint:
-        """Fingerprint of the target model."""
         return fingerprint(self.target.model)
 
     @cached_property
     def training_texts(self) -> TextPlan:
-        """Plan of the training texts."""
         settings = self.settings
         return TextPlan(
             prompts=tuple(prompt.token_ids[-settings.prompt_tokens :] for prompt in self.training_prompts),
@@ -129,11 +126,9 @@ class Distillation:
 
     @property
     def checkpoint(self) -> Path:
-        """Path of the checkpoint of unfinished training."""
         return self.folder / "checkpoint.pt"
 
     def path(self, layer: int) -> Path:
-        """Return the path of the head after this many blocks."""
         return self.folder / self.kind.file_name(layer)
 
     def finished(self) -> dict[int, HeadFacts]:
@@ -157,8 +152,6 @@ class Distillation:
 
 @dataclass(frozen=True)
 class Distilled:
-    """Result of a distillation."""
-
     heads: Mapping[int, Path]
     """Paths of the head files, by exit layer."""
     folder: Path

@@ -32,21 +32,17 @@ class GroupData:
 
     @property
     def writing_seconds(self) -> float:
-        """Seconds that all texts took."""
         return sum(text.seconds for text in (*self.texts, *self.unseen))
 
     @property
     def kind(self) -> HeadKind:
-        """Kind of the heads."""
         return HEAD_KINDS[self.settings.head]
 
     def new_heads(self, target: Target, exits: Sequence[int]) -> dict[int, Any]:
-        """Return new heads after these numbers of blocks."""
         vocabulary = choose_vocabulary(target, self.texts, self.settings)
         return {exit_layer: self.kind.new_head(target, vocabulary) for exit_layer in exits}
 
     def new_run(self, target: Target, exits: Sequence[int], most_seconds: float | None) -> Run:
-        """Return a training run of the heads after these numbers of blocks, before its first step."""
         run = Run({exit_layer: Student(head) for exit_layer, head in self.new_heads(target, exits).items()})
         run.most_seconds = most_seconds
         return run
@@ -58,7 +54,6 @@ class GroupData:
     def evaluate(
         self, target: Target, heads: Mapping[int, Any], on_texts: OnTexts = lambda num_texts: None
     ) -> dict[int, Figures]:
-        """Return the figures of each head on the unseen texts."""
         return self.kind.evaluate(target, heads, self.unseen, self.settings.batch_size, on_texts)
 
     def finished(self, run: Run, target: Target, on_texts: OnTexts = lambda num_texts: None) -> TrainedGroup:
@@ -72,8 +67,6 @@ class GroupData:
 
 @dataclass(frozen=True)
 class TrainedGroup:
-    """Heads that were trained together."""
-
     heads: Mapping[int, Any]
     """In bfloat16, by exit layer."""
     after: Mapping[int, Figures]

@@ -77,7 +77,6 @@ def _facts(
     before: Figures,
     after: Figures,
 ) -> HeadFacts:
-    """Return the facts to store in the file of a head."""
     training = HeadTraining(
         model=work.loaded.name,
         dataset=work.settings.training_dataset or work.prompts.name,
@@ -107,5 +106,4 @@ def _facts(
 
 
 def num_response_tokens(texts: Sequence[GeneratedText]) -> int:
-    """Return the tokens of all responses."""
     return sum(len(text.response) for text in texts)

@@ -20,8 +20,6 @@ OnLosses = Callable[[int, Sequence[Losses]], None]
 
 @dataclass(frozen=True)
 class TrainerHere:
-    """Trains on the target of this process."""
-
     target: Target
     data: GroupData
     checkpoint: Path

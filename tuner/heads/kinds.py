@@ -48,11 +48,9 @@ class ExitHeads:
         return {}
 
     def file_name(self, layer: int) -> str:
-        """Return the usual name of an exit head's file."""
         return head_name(layer)
 
     def names(self, layers: Sequence[int]) -> str:
-        """Return the exit layers."""
         return ", ".join(map(str, layers))
 
     def new_head(self, target: Target, vocabulary: DraftVocabulary | None) -> Any:
@@ -64,7 +62,6 @@ class ExitHeads:
         return None
 
     def train_step(self, settings: DistillSettings) -> TrainStep:
-        """Return the joint step of all exits."""
         return train_step
 
     def evaluate(
@@ -75,7 +72,6 @@ class ExitHeads:
         batch_size: int,
         on_texts: OnTexts,
     ) -> dict[int, Figures]:
-        """Evaluate all exits in one pass."""
         return {layer: (figures,) for layer, figures in evaluate(target, heads, texts, batch_size, on_texts).items()}
 
 
@@ -100,11 +96,9 @@ class FeatureHeads:
         return {"head": "feature", "unrolled_steps": settings.unrolled_steps}
 
     def file_name(self, layer: int) -> str:
-        """Return the usual name of the file."""
         return FEATURE_HEAD
 
     def names(self, layers: Sequence[int]) -> str:
-        """Return the only name."""
         return self.noun if layers else "none"
 
     def new_head(self, target: Target, vocabulary: DraftVocabulary | None) -> Any:
@@ -112,7 +106,6 @@ class FeatureHeads:
         return new_feature_head(target, vocabulary)
 
     def before(self, target: Target) -> Any:
-        """Return an untrained head."""
         return new_feature_head(target)
 
     def train_step(self, settings: DistillSettings) -> TrainStep:
@@ -127,7 +120,6 @@ class FeatureHeads:
         batch_size: int,
         on_texts: OnTexts,
     ) -> dict[int, Figures]:
-        """Evaluate the first steps of a round."""
         return {layer: evaluate_steps(target, head, texts, batch_size, on_texts) for layer, head in heads.items()}
 
 

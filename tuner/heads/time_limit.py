@@ -23,7 +23,6 @@ class TimeLimit:
 
     @classmethod
     def least_of(cls, *limits: float | None) -> TimeLimit:
-        """Return the smallest of the limits that are given."""
         return cls(min((limit for limit in limits if limit is not None), default=None))
 
     def allows_text(self, least_tokens: int) -> Callable[[Sequence[GeneratedText]], bool]:
@@ -42,7 +41,6 @@ class TimeLimit:
 
     @property
     def spent(self) -> float:
-        """Seconds so far."""
         return self._before + time.perf_counter() - self._start
 
     def for_group(self, num_heads: int, num_left: int, evaluation_seconds: float) -> float | None:

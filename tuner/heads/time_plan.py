@@ -16,15 +16,12 @@ UPDATE_READS = 5.0
 
 @dataclass(frozen=True)
 class DistillationTime:
-    """Estimated seconds of a distillation."""
-
     writing: float
     training: float
     evaluation: float
 
     @property
     def total(self) -> float:
-        """Seconds of the whole distillation."""
         return self.writing + self.training + self.evaluation
 
 

@@ -102,7 +102,6 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Number of finished steps."""
         return len(self.losses)
 
     def progress(self, settings: DistillSettings) -> float:
