@@ -30,9 +30,9 @@ from decoding.profile import Interval
 from studies.contract import Candidate, TrialRecord, TrialState
 from studies.measurement import Measurement, PromptSample
 from tuner.config import SearchConfig
-from tuner.measuring.contract import Measuring, OnSample
 from tuner.measuring.machine import MachineWatch
 from tuner.measuring.paired import Bench
+from tuner.measuring.turns import Measuring, OnSample
 from tuner.progress import Unwatched
 from tuner.search.decision import blocks, claims_speedup, confirm, race_best
 from tuner.search.task import Task, open_bench, prepare

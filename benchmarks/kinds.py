@@ -35,7 +35,7 @@ from studies.prediction.skip_space import SkipSpace
 from studies.prediction.survey import Survey
 from studies.ratios import Ratio, geometric_mean
 from tuner.measuring.baseline import Baseline
-from tuner.measuring.cost_cache import cost_table
+from tuner.measuring.cost_table import cost_table
 from tuner.search.task import Task, open_bench, prepare
 
 SHORTLIST, NUM_QUANTISED = 3, 2

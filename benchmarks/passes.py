@@ -34,8 +34,8 @@ from decoding.profile import DraftProfile
 from decoding.runners import RUNNERS
 from decoding.target import Target
 from decoding.text import Ending
+from decoding.timing.passes import Stopwatch
 from decoding.timing.round_costs import measure_round_costs
-from decoding.timing.stopwatch import Stopwatch
 from studies.ratios import paired_interval
 from tuner.errors import ConfigError
 from tuner.inputs.models import load

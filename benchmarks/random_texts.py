@@ -20,7 +20,7 @@ from decoding.losslessness import compare
 from decoding.profile import Decoding
 from decoding.target import Target
 from decoding.text import Ending
-from decoding.timing.draft_costs import with_measured_costs
+from decoding.timing.round_costs import with_measured_costs
 
 VOCABULARY, NUM_NEW, LONGEST_PROMPT = 64, 24, 40
 CASES_PER_MODEL, NUM_PROMPTS = 10, 8

@@ -29,7 +29,7 @@ class Decoder:
     Threads may share a decoder. With a `persistent` rule, sequences at the same time have controllers of their own, each of which
     goes on with a later sequence.
 
-    A rule that weighs costs must have them: see `decoding.timing.draft_costs.with_measured_costs`. Raises ValueError for layers
+    A rule that weighs costs must have them: see `decoding.timing.round_costs.with_measured_costs`. Raises ValueError for layers
     that the target does not have, and `ExitHeadError` for a missing or wrong head.
     """
 

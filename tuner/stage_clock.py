@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 
@@ -29,20 +29,18 @@ class Stage(StrEnum):
 class StageClock:
     """Clock that starts when it is made, and notes how many seconds each stage took.
 
-    Stages may be nested, and entered again: a stage's seconds are all those in which it was the innermost. `read` gives seconds
-    since any fixed moment.
+    Stages may be nested, and entered again: a stage's seconds are all those in which it was the innermost.
     """
 
-    def __init__(self, read: Callable[[], float] = time.perf_counter) -> None:
-        self._read = read
+    def __init__(self) -> None:
         self._open = [Stage.OTHER]
         self._seconds = dict.fromkeys(Stage, 0.0)
-        self._start = self._since = read()
+        self._start = self._since = time.perf_counter()
 
     @property
     def elapsed(self) -> float:
         """Seconds since the clock was made."""
-        return self._read() - self._start
+        return time.perf_counter() - self._start
 
     @contextmanager
     def stage(self, stage: Stage) -> Iterator[None]:
@@ -61,7 +59,7 @@ class StageClock:
         return {stage: seconds for stage, seconds in self._seconds.items() if seconds > 0}
 
     def _charge(self) -> None:
-        now = self._read()
+        now = time.perf_counter()
         self._seconds[self._open[-1]] += now - self._since
         self._since = now
 

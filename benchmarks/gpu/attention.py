@@ -27,7 +27,7 @@ from decoding.runners.masks import MaskKinds
 from decoding.target.attention import grouped_attention
 from decoding.target.backends import attention_backends
 from decoding.target.varlen import find_kernel, varlen_attention
-from decoding.timing.stopwatch import Stopwatch
+from decoding.timing.passes import Stopwatch
 
 CONTEXTS, WIDTHS = (512, 4096), (1, 5)
 HEADS, KEY_VALUE_HEADS, HEAD_DIM = 32, 8, 128

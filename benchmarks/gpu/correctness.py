@@ -20,7 +20,7 @@ from decoding.runners.static import CHAINS
 from decoding.target import DraftView, Target
 from decoding.target.equivalence import find_shared_pass_difference
 from decoding.text import Ending
-from decoding.timing.stopwatch import Stopwatch
+from decoding.timing.passes import Stopwatch
 from tuner.inputs.environment import device_name, versions
 
 PACKAGES = ("triton", "numpy", "safetensors", "tokenizers", "mlflow", "datasets", "greenlet")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from decoding.target import Target
-from decoding.timing.stopwatch import Stopwatch
+from decoding.timing.passes import Stopwatch
 
 BUFFER_BYTES = {"cpu": 2**29, "cuda": 2**32}
 """Size of the buffer that is read: much larger than the caches, and large enough to hide the start of a read."""

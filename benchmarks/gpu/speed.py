@@ -28,7 +28,7 @@ from decoding.profile import Decoding, DraftProfile
 from decoding.runners.features import SpeedFeatures
 from decoding.target import Target
 from decoding.text import Ending
-from decoding.timing.stopwatch import Stopwatch
+from decoding.timing.passes import Stopwatch
 from tuner.config import EXACT_WIDTH, SearchConfig
 from tuner.errors import ConfigError
 from tuner.inputs.models import eos_token_ids, load

@@ -50,7 +50,7 @@ from decoding.head_folder import HeadFolder
 from decoding.profile import DraftProfile
 from decoding.rounds import BatchGeneration, Generation, Prefill, Round
 from decoding.target import Target
-from decoding.timing.draft_costs import with_measured_costs
+from decoding.timing.round_costs import with_measured_costs
 
 
 def load_decoder(

@@ -205,7 +205,7 @@ class CostAwareRule(DraftLengthRule):
             raise ValueError(
                 f"the rule {self.rule!r} has no costs: set them by "
                 "with_costs(decoding.timing.round_costs.measure_round_costs(...)), "
-                "or resolve them with decoding.timing.draft_costs.with_measured_costs(...)"
+                "or resolve them with decoding.timing.round_costs.with_measured_costs(...)"
             )
         return self.costs
 

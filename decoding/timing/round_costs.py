@@ -1,33 +1,51 @@
-"""Costs of decoding rounds on the device at hand: a short benchmark of any drafter, in plain passes."""
+"""Costs of decoding rounds on the device at hand: a short benchmark of any drafter, in plain passes.
+
+A rule that weighs costs has them from the profile, or they are measured here before a decoder is built. The search predicts the
+same costs for drafts that it has not run: `studies.costs`, from passes that `decoding.timing.passes` times too.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TypeVar
 
 import torch
 
 from decoding.acceptance import Greedy
 from decoding.decode import Request
-from decoding.draft_length import Controller, Looking, RoundCosts
+from decoding.draft_length import Controller, CostAwareRule, DraftLengthRule, Looking, RoundCosts
+from decoding.drafters.build import build_drafter
 from decoding.drafters.contract import Drafter, Proposal, max_leaves_of
 from decoding.drafters.lookup_first import steered_part
-from decoding.lockstep import Lockstep, shared_batch_size
+from decoding.drafts import Draft
+from decoding.head_folder import HeadFolder
+from decoding.lockstep import shared_batch_size
+from decoding.profile import Decoding
 from decoding.target import Target
-from decoding.text import Ending, Shaping, TokenSequence
-from decoding.timing.stopwatch import ReadSeconds, Stopwatch
+from decoding.text import Ending, Shaping
+from decoding.timing.passes import Prompted, PromptedBatch, between_plain
 
 # Costs bend at the first few tokens and at powers of two; in between, a straight line does.
 WIDTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 FEWEST_SWEEPS, MOST_SWEEPS = 5, 20
 LEAST_COST = 1e-4  # of a plain pass: what a pass is taken to cost that was too short for the clock
 
-T = TypeVar("T")
+
+def with_measured_costs(
+    target: Target, draft: Draft, rule: DraftLengthRule, decoding: Decoding, *, heads: HeadFolder | None = None
+) -> DraftLengthRule:
+    """Return `rule` ready for a `Decoder`: with costs measured here if it weighs costs and has none.
+
+    Raises `ExitHeadError` for a missing or wrong head.
+    """
+    if not isinstance(rule, CostAwareRule) or rule.costs is not None:
+        return rule
+    drafter = build_drafter(target, draft, decoding, heads=heads)
+    return rule if drafter is None else rule.with_costs(measure_round_costs(target, drafter, rule.max_tokens))
 
 
 @torch.inference_mode()
@@ -39,23 +57,21 @@ def measure_round_costs(
     num_sequences: int = 1,
     prompt_length: int = 64,
     budget_seconds: float = 0.8,
-    clock: ReadSeconds = time.perf_counter,
 ) -> RoundCosts:
     """Time plain passes, drafts and verifications of up to `max_tokens` tokens after a random prompt.
 
     The prompt repeats one passage, so that a drafter that copies has something to copy. A lookup that is tried before another
     drafter is not measured, because no rule steers it.
 
-    A sweep times a round of each of `WIDTHS` between two plain steps, as decoding alternates between them: repeating one pass
-    would find warm processor caches and take a few per cent less. There are at least five sweeps, and more until
-    `budget_seconds` are spent. The cost of a width is the median over sweeps of its seconds over the seconds of the adjacent
-    plain steps. The extra time of a draft's first step counts to the verification. Other lengths are interpolated. The longest
-    draft is timed again with a rule that looks at every token.
+    A sweep times a round of each of `WIDTHS`. There are at least five sweeps, and more until `budget_seconds` are spent. The cost
+    of a width is the median over sweeps of its seconds over the seconds of the adjacent plain steps. The extra time of a draft's
+    first step counts to the verification. Other lengths are interpolated. The longest draft is timed again with a rule that looks
+    at every token.
 
     With `num_sequences` above 1 all passes are over a batch of that size in lockstep (`decoding.lockstep`), each sequence after its
     own prompt; sequences that cannot share passes (`Target.unbatchable_reason`) cost what one does.
 
-    Where the context is short, the prompt is shortened first, then the drafts. `clock` gives seconds.
+    Where the context is short, the prompt is shortened first, then the drafts.
 
     Raises ValueError if `max_tokens`, `num_sequences` or `prompt_length` is below 1, or if no token was drafted.
     """
@@ -66,14 +82,14 @@ def measure_round_costs(
     }.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    start = clock()
+    start = time.perf_counter()
     num_sequences = shared_batch_size(target, num_sequences)
-    bench = _RoundBench(target, steered_part(drafter), max_tokens, prompt_length, num_sequences, clock)
+    bench = _RoundBench(target, steered_part(drafter), max_tokens, prompt_length, num_sequences)
     if target.runner.buckets is not None:
         bench.sweep()  # a first pass of a fixed shape makes it ready
-        start = clock()
+        start = time.perf_counter()
     sweeps = [bench.sweep() for _ in range(FEWEST_SWEEPS)]
-    while clock() - start < budget_seconds and len(sweeps) < MOST_SWEEPS:
+    while time.perf_counter() - start < budget_seconds and len(sweeps) < MOST_SWEEPS:
         sweeps.append(bench.sweep())
     return _costs(sweeps)
 
@@ -86,92 +102,67 @@ class _Timed:
     draft: float
     verify: float
     plain: float
-    looks: bool = False
+    looks: bool
 
 
 class _RoundBench:
-    """Prompts in the cache, each followed by one token, and the passes that follow."""
+    """Rounds of a drafter after prompts that it has read."""
 
     def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        max_tokens: int,
-        prompt_length: int,
-        num_sequences: int,
-        clock: ReadSeconds,
+        self, target: Target, drafter: Drafter, max_tokens: int, prompt_length: int, num_sequences: int
     ) -> None:
-        self._target, self._drafter, self._watch = target, drafter, Stopwatch(target.device, clock)
+        self._target, self._drafter = target, drafter
         room = target.context_length or prompt_length + 1 + max_tokens
         prompt_length = max(min(prompt_length, room - 1 - max_tokens), 1)
         longest = max(min(max_tokens, room - 1 - prompt_length), 0)
-        self._widths = [*(width for width in WIDTHS if width < longest), longest]
-        capacity = prompt_length + 1 + longest + max_leaves_of(drafter)
-        self._lockstep = Lockstep(target, num_sequences, capacity)
+        self._controllers: Sequence[Controller] = [
+            *(Controller(width) for width in WIDTHS if width < longest),
+            Controller(longest),
+            Looking(longest),
+        ]
         self._greedy = Request([0], Ending(longest + 1))
-        self._texts: list[TokenSequence] = []
-        self._caches = [self._lockstep.new_cache(row, capacity) for row in range(num_sequences)]
-        stream, last_tokens = torch.Generator().manual_seed(0), []
-        for row in range(num_sequences):
+        stream, texts = torch.Generator().manual_seed(0), []
+        for _ in range(num_sequences):
             passage = torch.randint(target.config.vocab_size, (prompt_length // 2 + 1,), generator=stream).tolist()
-            *prompt, last = (passage * 2)[: prompt_length + 1]
-            self._texts.append(TokenSequence(prompt, capacity, target.device, self._caches[row].company))
-            last_tokens.append(last)
-        self._all(lambda row: drafter.prefill(self._texts[row], self._caches[row]))
-        for text, cache, last in zip(self._texts, self._caches, last_tokens, strict=True):
-            cache.length = text.length
-            text.append([last])
+            texts.append((passage * 2)[: prompt_length + 1])
+        capacity = prompt_length + 1 + longest + max_leaves_of(drafter)
+        self._batch = PromptedBatch(target, texts, prompt_length, capacity, drafter.prefill)
 
-    def sweep(self, controllers: Sequence[Controller] = ()) -> list[_Timed]:
-        """Time a round of every controller, or of every width, from the same state, with plain steps between them."""
-        controllers = controllers or [*map(Controller, self._widths), Looking(self._widths[-1])]
-        plain = [self._plain_step()]
-        rounds = []
-        for controller in controllers:
-            rounds.append(self._round(controller))
-            plain.append(self._plain_step())
-        beside = [(before + after) / 2 for before, after in pairwise(plain)]
+    def sweep(self) -> list[_Timed]:
+        """Time a round of every controller from the same state."""
+        rounds = between_plain(self._plain_seconds, [partial(self._round, each) for each in self._controllers])
         return [
-            _Timed(*each, seconds, looks=controller.looks_at_drafts)
-            for controller, each, seconds in zip(controllers, rounds, beside, strict=True)
+            _Timed(*seconds, plain, controller.looks_at_drafts)
+            for controller, (seconds, plain) in zip(self._controllers, rounds, strict=True)
         ]
 
-    def _plain_step(self) -> float:
-        def step(row: int) -> None:
-            text, cache = self._texts[row], self._caches[row]
-            token_ids = text.span(cache.length, text.length)
-            outputs = self._target.run(self._target.whole, token_ids, cache, cache.length, last_only=True)
+    def _plain_seconds(self) -> float:
+        def step(sequence: Prompted) -> None:
+            text, cache = sequence.text, sequence.cache
+            outputs = self._target.run(self._target.whole, sequence.ahead(1), cache, cache.length, last_only=True)
             text.read(self._greedy.choose(text, outputs))
 
-        return self._watch.time(lambda: self._all(step))
+        return self._batch.seconds(step)
 
     def _round(self, controller: Controller) -> tuple[int, float, float]:
         """Return the drafted tokens and the seconds of drafting and of verifying; the sequences stay unchanged."""
 
-        def propose(row: int) -> Proposal:
-            text, cache = self._texts[row], self._caches[row]
-            return self._drafter.draft(text, cache, controller, Shaping(), Greedy(), controller.max_tokens)
+        def propose(sequence: Prompted) -> Proposal:
+            return self._drafter.draft(
+                sequence.text, sequence.cache, controller, Shaping(), Greedy(), controller.max_tokens
+            )
 
-        def verify(row: int) -> None:
-            text, cache, draft = self._texts[row], self._caches[row], drafts[row]
+        def verify(sequence: Prompted) -> None:
+            text, cache, draft = sequence.text, sequence.cache, drafts[sequence]
             text.read(self._greedy.judge(text, draft, self._drafter.verify(text, cache, draft)))
             cache.roll_back(text.length - 1)
 
-        start = self._watch.now()
-        drafts = self._all(propose)
-        drafted_at = self._watch.now()
-        self._all(verify)
-        return max(draft.num_tokens for draft in drafts), drafted_at - start, self._watch.now() - drafted_at
-
-    def _all(self, task: Callable[[int], T]) -> list[T]:
-        """Run a task for every row in lockstep and return its results by row."""
-        done: dict[int, T] = {}
-
-        def do(row: int) -> None:
-            done[row] = task(row)
-
-        self._lockstep.run_to_end([partial(do, row) for row in range(len(self._texts))])
-        return [done[row] for row in range(len(self._texts))]
+        watch, sequences = self._batch.watch, self._batch.sequences
+        start = watch.now()
+        drafts = dict(zip(sequences, self._batch.all(propose), strict=True))
+        drafted_at = watch.now()
+        self._batch.all(verify)
+        return max(draft.num_tokens for draft in drafts.values()), drafted_at - start, watch.now() - drafted_at
 
 
 def _costs(sweeps: list[list[_Timed]]) -> RoundCosts:

@@ -223,13 +223,13 @@ def test_cost_table_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> No
         timers.append(weakref.ref(timer))
         return timer
 
-    class Watched(pass_timer._Batch):
+    class Watched(pass_timer.PromptedBatch):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            storages.extend(weakref.ref(each.cache.storage) for each in self._sequences)
+            storages.extend(weakref.ref(each.cache.storage) for each in self.sequences)
 
     monkeypatch.setattr(cost_table, "PassTimer", made)
-    monkeypatch.setattr(pass_timer, "_Batch", Watched)
+    monkeypatch.setattr(pass_timer, "PromptedBatch", Watched)
     recorder = CountingRecorder()
     target = Target(tiny_llama(), recorded_by(recorder, BUCKETS))
     request = Request(tuple(range(2, 30)), Ending(12))

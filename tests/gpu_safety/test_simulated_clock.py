@@ -6,11 +6,11 @@ for it and plain decoding, recorded long before, would not: a search would concl
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 from torch import nn
 
 from decoding.draft_length import Fixed
@@ -22,7 +22,6 @@ from tests.support.benches import bench_on
 from tests.support.recorders import SimulatedGPU, recorded_by
 from tests.support.records import candidate, measurement, record
 from tests.support.tiny import tiny_llama
-from tuner.measuring.clock import WallClock
 from tuner.measuring.paired import Bench
 from tuner.search.race import race
 
@@ -47,7 +46,7 @@ def decoys() -> list[Candidate]:
 
 
 @pytest.fixture
-def simulated() -> Iterator[Bench]:
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """A bench on a model with useless blocks, whose clock charges by what runs."""
     model = tiny_llama(4, seed=3)
     for index in USELESS:
@@ -57,8 +56,8 @@ def simulated() -> Iterator[Bench]:
     gpu = SimulatedGPU()
     with gpu.charging(model.model.layers):
         target = Target(model, recorded_by(gpu, BUCKETS))
-        clock = WallClock(torch.device("cpu"), gpu)
-        yield bench_on(target, PROMPTS, max_new_tokens=1 + 3 * NUM_ROUNDS, clock=clock)
+        monkeypatch.setattr(time, "perf_counter", gpu)
+        yield bench_on(target, PROMPTS, max_new_tokens=1 + 3 * NUM_ROUNDS)
 
 
 def test_first_and_tenth_trial_measure_the_true_speedup(simulated: Bench) -> None:

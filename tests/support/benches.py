@@ -17,8 +17,8 @@ from studies.measurement import Measurement, PromptSample
 from tests.support.records import sample
 from tuner.measuring.baseline import decode_baseline
 from tuner.measuring.clock import Elapsed, PriceList
-from tuner.measuring.contract import OnSample
 from tuner.measuring.paired import Bench
+from tuner.measuring.turns import OnSample
 
 
 def bench_on(

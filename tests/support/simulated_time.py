@@ -7,7 +7,6 @@ import time
 import pytest
 from torch import nn
 
-from tuner.measuring.clock import WallClock
 from tuner.stage_clock import StageClock
 
 
@@ -30,9 +29,7 @@ class SimulatedTime:
     def replace_clocks(self, monkeypatch: pytest.MonkeyPatch) -> StageClock:
         """Put this time in place of every clock that a search reads, and return its own clock."""
         monkeypatch.setattr(time, "perf_counter", self.read)
-        for module in ("search.task", "measuring.pulse"):
-            monkeypatch.setattr(f"tuner.{module}.WallClock", lambda device: WallClock(device, self.read))
-        return StageClock(self.read)
+        return StageClock()
 
     def _run(self, block: nn.Module, inputs: object, output: object) -> None:
         states = output[0] if isinstance(output, tuple) else output

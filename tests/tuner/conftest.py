@@ -27,7 +27,6 @@ from tests.support.postgres import postgres
 from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
 from tuner.cli.main import main
 from tuner.inputs.reader import READER
-from tuner.measuring.cost_cache import cost_table
 from tuner.measuring.cost_table import measure_cost_table
 from tuner.tracking import DatasetInput, Tracker
 
@@ -114,7 +113,7 @@ def quick_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuner.measuring.cost_table.FEWEST_SWEEPS", 1)
     monkeypatch.setattr("tuner.measuring.cost_table.PATIENCE", 1)
     monkeypatch.setattr("decoding.timing.round_costs.FEWEST_SWEEPS", 1)
-    for measure in (measure_cost_table, cost_table, measure_round_costs):
+    for measure in (measure_cost_table, measure_round_costs):
         monkeypatch.setitem(inspect.unwrap(measure).__kwdefaults__, "budget_seconds", 0.0)
 
 

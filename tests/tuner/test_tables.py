@@ -14,9 +14,7 @@ from studies.measurement import BatchTexts, Measurement, PairedPrefill, PromptSa
 from tests.support.paths import ROOT
 from tests.support.records import measurement, sample
 from tests.support.shown import check_readable, shown
-from tuner.bench.in_engine.report import engine_table
-from tuner.bench.in_engine.result import EngineDraft, EngineFigures, EngineResult
-from tuner.export.prediction import PredictedSpeedup
+from tuner.bench.loads import DraftLoads, LoadFigures, ScheduleResult, schedule_table
 from tuner.export.schedule import MeasuredSchedule, ScheduledLoad
 from tuner.heads.report import heads_table
 from tuner.review.document import StockComparison, StockContender
@@ -148,21 +146,9 @@ def test_the_end_of_a_search_for_batches_with_ties_and_high_speed_ups() -> None:
     )
 
 
-def test_a_bench_in_an_engine() -> None:
-    measured = measurement([1.2, 1.5, 1.4] * 40)
-    figures = (EngineFigures(1, measured, measured),)
-    names = ("profile", "n-gram of 3, 12 tokens")
-    drafts = tuple(EngineDraft(name, None, ("--flag",), figures, 1.0) for name in names)
-    predicted = PredictedSpeedup(1.3, "by its costs")
-    found = EngineResult("llama.cpp", "b1", drafts, {"--other-flag": "out of memory"}, {}, predicted=predicted)
-    check_readable(
-        engine_table(found, "llama.cpp"), [("profile", "10.0"), ("n-gram of 3, 12", "10.0"), ("--other-flag", "failed")]
-    )
-
-
 def test_a_bench_by_number_of_sequences() -> None:
     measured = measurement([1.2, 1.5, 1.4] * 40)
-    figures = tuple(EngineFigures(number, measured, measured) for number in (1, 128))
+    figures = tuple(LoadFigures(number, measured) for number in (1, 128))
     speedup = Interval(value=1.2, ci95=(1.1, 1.3))
     schedule = MeasuredSchedule(
         engine="vLLM",
@@ -173,8 +159,8 @@ def test_a_bench_by_number_of_sequences() -> None:
         entries=((1, 128, 3),),
         loads=tuple(ScheduledLoad(sequences=number, num_tokens=3, speedup=speedup) for number in (1, 128)),
     )
-    draft = EngineDraft("the whole schedule", None, (), figures, 1.0)
-    table = engine_table(EngineResult("vLLM", "0", (draft,), {}, {}, schedule=schedule), "vllm")
+    draft = DraftLoads("the whole schedule", None, (), figures, 1.0)
+    table = schedule_table(ScheduleResult("vllm", "vLLM", "0", (draft,), {}, schedule, {}))
     check_readable(table, [("128", "the whole"), ("1", "the whole")])
     assert "120/120" in shown(table)
 

@@ -1,4 +1,4 @@
-"""Settings of `sdtune bench`."""
+"""Settings of `sdtune bench`, and those that exclude each other."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
+from tuner.errors import ConfigError
 from tuner.fields import (
     DECODING,
     ENGINE,
@@ -105,3 +106,25 @@ class BenchConfig(DataSettings, BenchedProfile):
     out: Path = Field(
         Path("bench"), description="Folder of the results.", json_schema_extra={**OUTPUTS, "metavar": "DIR"}
     )
+
+
+def check_bench_settings(config: BenchConfig) -> None:
+    """Raise `ConfigError` for settings that exclude each other, before anything is loaded."""
+    if config.engine is None:
+        if given := _given(config, "sequences", "draft_tokens"):
+            raise ConfigError(f"{given} measures an engine: give --engine too; --batch-size is for this process")
+        return
+    if given := _given(config, "against", "batch_size"):
+        raise ConfigError(
+            f"{given} does not go with --engine: the engine runs the export; --sequences N measures N requests side by side"
+        )
+    if config.sequences and config.engine_settings is not None:
+        raise ConfigError("engine_settings does not go with --sequences: give draft lengths with --draft-tokens")
+    if config.draft_tokens and not config.sequences:
+        raise ConfigError("--draft-tokens needs --sequences: sdtune export --draft-tokens sets the length of an export")
+
+
+def _given(config: BenchConfig, *names: str) -> str:
+    """Return the flags of those settings that differ from their defaults."""
+    found = [name for name in names if getattr(config, name) != BenchConfig.model_fields[name].get_default()]
+    return ", ".join(f"--{name.replace('_', '-')}" for name in found)

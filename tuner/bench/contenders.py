@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from decoding.decoder import Decoder, plain_decoder
+from decoding.decoder import plain_decoder
 from decoding.documents.strict_yaml import suggest
-from decoding.profile import DraftProfile
-from decoding.target import Target
-from tuner.bench.modes import MODES, profile_by
+from decoding.profile import Decoding, DraftProfile
+from decoding.runners import RUNNERS, bit_exact_runners, has_bit_exact_mode
+from tuner.bench.result import PROFILE
+from tuner.config import EXACT_WIDTH
 from tuner.errors import ConfigError
 from tuner.fields import BITWISE
 from tuner.measuring.contender import PLAIN, Contender, reason_of
@@ -24,120 +25,83 @@ from tuner.measuring.generation import (
 )
 from tuner.measuring.own_decoding import OwnDecoding
 
-PROFILE = "profile"
+if TYPE_CHECKING:
+    from tuner.bench.task import BenchTask
+
 ALWAYS = (PROFILE, PLAIN)
 """The contender under test and the reference of all speed-ups: both take part in every bench."""
+MODES = (*RUNNERS, BITWISE)
+"""The modes in which a bench decodes a profile: each runner, and bit-exact."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Everything a contender may be built from."""
-
-    profile: DraftProfile
-    decoder: Decoder
-    """The profile on the model, as deployed."""
-    eos_token_ids: frozenset[int]
-    tuning_prompts: tuple[tuple[int, ...], ...]
-    """Token ids of prompts for choices; none of them is measured."""
-    max_new_tokens: int
-    longest_prompt: int
-    """Length of the longest measured prompt, in tokens."""
-    in_mode: Callable[[str], Decoder]
-    """Returns the profile's decoder in one of `tuner.bench.modes.MODES`, built on first use."""
-    on_text: Callable[[], None] = lambda: None
-    """Called after each prompt that is decoded for a choice."""
-
-    @property
-    def target(self) -> Target:
-        """The model that all contenders run."""
-        return self.decoder.target
+def profile_by(mode: str, profile: DraftProfile) -> DraftProfile:
+    """Return the profile in one of `MODES`: a runner by name, or bit-exact at the profile's width if it has one."""
+    decoding = profile.decoding
+    if mode == BITWISE:
+        runner = decoding.runner if has_bit_exact_mode(decoding.runner) else bit_exact_runners()[0]
+        changes: dict[str, Any] = {"runner": runner, "exact_width": decoding.exact_width or EXACT_WIDTH}
+    else:
+        changes = {"runner": mode, "exact_width": None}
+    changed = Decoding.model_validate({**decoding.model_dump(), **changes})
+    return profile.model_copy(update={"decoding": changed})
 
 
-@dataclass(frozen=True)
-class _Own:
-    """Factory of the profile or plain decoding with a given runner, in place of the profile's own."""
-
-    mode: str
-    is_plain: bool
-
-    def __call__(self, name: str, setting: Setting) -> Contender:
-        decoder, eos = setting.in_mode(self.mode), setting.eos_token_ids
-        if self.is_plain:
-            return OwnDecoding(name, plain_decoder(decoder.target), eos, description=f"plain, {self._how(decoder)}")
-        settings = {"decoding": profile_by(self.mode, setting.profile).decoding.model_dump(mode="json")}
-        return OwnDecoding(name, decoder, eos, description=f"profile, {self._how(decoder)}", settings=settings)
-
-    def _how(self, decoder: Decoder) -> str:
-        exact_width = decoder.target.runner.exact_width
-        if exact_width is None:
-            return f"by the {decoder.target.runner.name} runner"
-        return f"in bit-exact mode: every pass of the whole model runs on {exact_width} positions"
-
-
-def _profile(name: str, setting: Setting) -> Contender:
-    profile = setting.profile
-    rule = f"; {profile.draft_length.describe()}" if profile.draft.drafts else ""
+def _ours(name: str, task: BenchTask) -> Contender:
+    """Return the profile or plain decoding, in a mode that the name ends with, or in the profile's own."""
+    who, _, mode = name.partition("-")
+    decoder, profile = (task.in_mode(mode), profile_by(mode, task.profile)) if mode else (task.decoder, task.profile)
+    exact_width = decoder.target.runner.exact_width
+    if not mode:
+        how = "the whole model, token by token" if who == PLAIN else profile.draft.describe()
+        how += f"; {profile.draft_length.describe()}" if who == PROFILE and profile.draft.drafts else ""
+    elif exact_width is None:
+        how = f"by the {decoder.target.runner.name} runner"
+    else:
+        how = f"in bit-exact mode: every pass of the whole model runs on {exact_width} positions"
+    if who == PLAIN:
+        return OwnDecoding(
+            name, plain_decoder(decoder.target), task.eos_token_ids, description=f"our own loop without drafts: {how}"
+        )
     settings = profile.model_dump(mode="json", include={"draft", "draft_length", "decoding"})
-    described = f"{profile.draft.describe()}{rule}"
-    return OwnDecoding(name, setting.decoder, setting.eos_token_ids, description=described, settings=settings)
+    return OwnDecoding(name, decoder, task.eos_token_ids, description=how, settings=settings)
 
 
-def _plain(name: str, setting: Setting) -> Contender:
-    description = "our own loop without drafts: the whole model, token by token"
-    return OwnDecoding(name, plain_decoder(setting.target), setting.eos_token_ids, description=description)
-
-
-def _stock(name: str, setting: Setting) -> Contender:
-    return stock_generate(name, setting.target.model, setting.eos_token_ids)
-
-
-def _stock_early_exit(name: str, setting: Setting) -> Contender:
+def _stock_early_exit(name: str, task: BenchTask) -> Contender:
+    prompts = [prompt.token_ids for prompt in task.choosing]
     return fastest_exit(
-        name,
-        setting.target.model,
-        setting.eos_token_ids,
-        setting.tuning_prompts,
-        num_layers=setting.target.num_layers,
-        max_new_tokens=setting.max_new_tokens,
-        on_text=setting.on_text,
+        name, task.loaded.model, task.eos_token_ids, prompts, task.target.num_layers, task.max_new_tokens
     )
 
 
-def _stock_prompt_lookup(name: str, setting: Setting) -> Contender:
-    return stock_prompt_lookup(name, setting.target.model, setting.eos_token_ids)
-
-
-def _stock_static(name: str, setting: Setting) -> Contender:
+def _stock_static(name: str, task: BenchTask) -> Contender:
     # One size for all prompts: transformers would otherwise compile again for each prompt longer than the ones before.
-    positions = setting.longest_prompt + setting.max_new_tokens
-    compiled = "compiled by transformers" if setting.target.device.type == "cuda" else "not compiled on this device"
+    positions = max(len(prompt.token_ids) for prompt in task.measured) + task.max_new_tokens
+    compiled = "compiled by transformers" if task.target.device.type == "cuda" else "not compiled on this device"
     return StockGeneration(
         name,
-        setting.target.model,
-        setting.eos_token_ids,
+        task.loaded.model,
+        task.eos_token_ids,
         f'generate(cache_implementation="static"), {compiled}; {positions} positions for every prompt',
         {"cache_implementation": "static", "max_cache_len": positions},
     )
 
 
-Factory = Callable[[str, Setting], Contender]
+Factory = Callable[[str, "BenchTask"], Contender]
 """Builds the contender of a name; may raise anything on an unsuitable model or device."""
 
 CONTENDERS: dict[str, Factory] = {
-    PROFILE: _profile,
-    PLAIN: _plain,
-    **{f"{who}-{mode}": _Own(mode, who == PLAIN) for mode in MODES for who in (PLAIN, PROFILE)},
-    "hf": _stock,
+    PROFILE: _ours,
+    PLAIN: _ours,
+    **{f"{who}-{mode}": _ours for mode in MODES for who in (PLAIN, PROFILE)},
+    "hf": lambda name, task: stock_generate(name, task.loaded.model, task.eos_token_ids),
     "hf-early-exit": _stock_early_exit,
-    "hf-prompt-lookup": _stock_prompt_lookup,
+    "hf-prompt-lookup": lambda name, task: stock_prompt_lookup(name, task.loaded.model, task.eos_token_ids),
     "hf-static": _stock_static,
 }
-
-_BIT_EXACT = "bit-exact mode decodes one sequence at a time"
 ONE_TEXT_ONLY: Mapping[str, str] = {
     "hf-early-exit": ONE_SEQUENCE,
     "hf-prompt-lookup": ONE_SEQUENCE,
-    **{f"{who}-bitwise": _BIT_EXACT for who in ALWAYS},
+    **{f"{who}-{BITWISE}": "bit-exact mode decodes one sequence at a time" for who in ALWAYS},
 }
 """Contenders that cannot decode batches, with the reasons."""
 
@@ -148,7 +112,7 @@ def default_names(device: torch.device) -> tuple[str, ...]:
     return (*ALWAYS, *(name for name in stock if name != "hf-static" or device.type == "cuda"))
 
 
-def check_names(names: Sequence[str], batch_size: int = 1) -> tuple[str, ...]:
+def check_names(names: Sequence[str], batch_size: int) -> tuple[str, ...]:
     """Return `names` with the contenders that they need: the mandatory ones first, then references of comparisons.
 
     Raises ConfigError for an unknown name, and for a contender that cannot decode batches if `batch_size` is above 1.
@@ -162,19 +126,13 @@ def check_names(names: Sequence[str], batch_size: int = 1) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*ALWAYS, *needed, *names]))
 
 
-def side_by_side(names: Sequence[str], batch_size: int) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the contenders of `names` that can decode batches of `batch_size`, and the others with the reasons."""
-    left_out = {name: ONE_TEXT_ONLY[name] for name in names if batch_size > 1 and name in ONE_TEXT_ONLY}
-    return tuple(name for name in names if name not in left_out), left_out
-
-
-def enter(names: Sequence[str], setting: Setting) -> tuple[list[Contender], dict[str, str]]:
+def enter(task: BenchTask) -> tuple[list[Contender], dict[str, str]]:
     """Build the contenders; return them, and the ones that fail with the reasons. Errors of mandatory ones are raised."""
     contenders: list[Contender] = []
     left_out: dict[str, str] = {}
-    for name in names:
+    for name in task.names:
         try:
-            contenders.append(CONTENDERS[name](name, setting))
+            contenders.append(CONTENDERS[name](name, task))
         except Exception as cause:  # code of others on a model of any family may fail in any way: the reason is shown
             if name in ALWAYS:
                 raise

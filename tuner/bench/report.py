@@ -1,48 +1,51 @@
-"""Reports of a bench: the table, the picture, and the JSON with all figures. Measures nothing."""
+"""Reports of a bench: the table, and the JSON with all figures. Measures nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from decoding.profile import Interval
 from studies.measurement import Measurement
-from tuner.bench.contenders import PROFILE
-from tuner.bench.result import BenchResult, BenchVerdict, category_mean
+from tuner.bench.result import PROFILE, BenchResult, BenchVerdict, category_mean
 from tuner.measuring.comparison import Phase
 from tuner.measuring.contender import PLAIN
 from tuner.tables import facts_grid, figures_table
 
 TABLE_WIDTH = 120
 """Width of the table on disk, in characters."""
-COLOURS = {PROFILE: "#d55e00", PLAIN: "#555555"}
-OTHERS_COLOUR = "#0072b2"
-"""Colours by Okabe and Ito, which colour-blind readers can tell apart."""
 
 
 def bench_table(result: BenchResult) -> RenderableType:
     """Return a table with a line per contender, the contenders left out, and a legend below."""
     prompts = f"{len(result.compared.counted)} {result.units} of {result.mean_prompt_tokens:.0f} tokens"
     title = f"Decode phase on {prompts} on average (95 % intervals over {_units(result)})"
-    table = figures_table(title, "contender", *("tok/s", "over plain", "profile over it", "per\npass", "iden-\ntical"))
-    for name, all_samples in result.everything.items():
+    if result.engine is not None:
+        title = f"{result.engine}. {title}"
+    table = figures_table(title, "contender", "tok/s", "over plain", "profile over it", "accepted", "iden-\ntical")
+    for name, everything in result.everything.items():
         if name in result.compared.measurements:
-            table.add_row(
-                name,
-                *_speeds(result, name, Phase.DECODE),
-                f"{all_samples.tokens_per_round:.2f}",
-                _identical(all_samples),
-            )
+            accepted = _accepted(result.compared.measurements[name])
+            table.add_row(name, *_speeds(result, name, Phase.DECODE), accepted, _identical(everything))
     for name in result.left_out:
         table.add_row(name, "left out")
+    whole = figures_table(
+        "End to end, prefill included, on the same prompts",
+        "contender",
+        *("tok/s", "over plain", "profile over it", "prefill\nms", "over plain's"),
+    )
+    for name, each in result.compared.measurements.items():
+        prefill = f"{result.first_token_seconds(name) * 1000:.1f}"
+        over = "1.00" if name == PLAIN else f"{_prefill_over_plain(each) or ''}"
+        whole.add_row(name, *_speeds(result, name, Phase.END_TO_END), prefill, over)
     legend = facts_grid()
     for term, meaning in _legend(result):
         legend.add_row(term, meaning)
-    further = [_end_to_end_table(result), _draft_table(result), _category_table(result)]
-    return Group(table, *(each for each in further if each is not None), legend)
+    categories = _category_table(result)
+    return Group(table, whole, *([] if categories is None else [categories]), legend)
 
 
 def _speeds(result: BenchResult, name: str, phase: Phase) -> tuple[str, str, str]:
@@ -50,7 +53,7 @@ def _speeds(result: BenchResult, name: str, phase: Phase) -> tuple[str, str, str
     return (
         f"{compared.rate(name, phase).value:.1f}",
         "1.00" if name == PLAIN else f"{compared.over(name, PLAIN, phase)}",
-        "" if name == PROFILE else f"{compared.over(PROFILE, name, phase)}",
+        "" if name == PROFILE else f"{result.profile_over(name, phase) or ''}",
     )
 
 
@@ -61,30 +64,9 @@ def _identical(measurement: Measurement) -> str:
     )
 
 
-def _end_to_end_table(result: BenchResult) -> Table:
-    """Return a line per contender with the figures of whole decodings."""
-    table = figures_table(
-        "End to end, prefill included, on the same prompts", "contender", *("tok/s", "over plain", "profile over it")
-    )
-    for name in result.compared.measurements:
-        table.add_row(name, *_speeds(result, name, Phase.END_TO_END))
-    return table
-
-
-def _draft_table(result: BenchResult) -> Table:
-    """Return a line per contender with its prefill, and the acceptance of drafted tokens."""
-    table = figures_table(
-        "Prefill and acceptance", "contender", *("prefill ms", "over plain's", "acceptance\nlength", "accepted")
-    )
-    for name, each in result.compared.measurements.items():
-        table.add_row(
-            name,
-            f"{result.first_token_seconds(name) * 1000:.1f}",
-            "1.00" if name == PLAIN else f"{_prefill_over_plain(each) or ''}",
-            f"{each.mean_acceptance_length:.2f}",
-            _acceptance_rate(each),
-        )
-    return table
+def _accepted(measurement: Measurement) -> str:
+    """Return the acceptance length, and the rate where the drafts are known."""
+    return f"{measurement.mean_acceptance_length:.2f} {_acceptance_rate(measurement)}".strip()
 
 
 def _acceptance_rate(measurement: Measurement) -> str:
@@ -100,7 +82,7 @@ def _category_table(result: BenchResult) -> Table | None:
     """Return a row per category and contender with the speed-ups over plain decoding; None without two categories."""
     if len(result.compared.measurements[PLAIN].by_category()) < 2:
         return None
-    headings = ("prompts", "decoding", "end to end", "per\npass", "accept\nrate")
+    headings = ("prompts", "decoding", "end to end", "accepted")
     table = figures_table("Over plain decoding, by category", ("contender", "category"), *headings)
     for name in result.compared.measurements:
         if name != PLAIN:
@@ -116,12 +98,11 @@ def _add_categories(table: Table, result: BenchResult, name: str) -> None:
             category,
             str(len(each.samples)),
             *(f"{compared.over(name, PLAIN, phase)}" for phase in Phase),
-            f"{each.mean_acceptance_length:.2f}",
-            _acceptance_rate(each),
+            _accepted(each),
         )
     means = [category_mean(result.compared, name, phase) for phase in Phase]
     if any(means):
-        table.add_row(name, "geometric mean", "", *(f"{mean}" if mean else "" for mean in means), "", "")
+        table.add_row(name, "geometric mean", "", *(f"{mean}" if mean else "" for mean in means), "")
 
 
 def _units(result: BenchResult) -> str:
@@ -133,6 +114,15 @@ def _legend(result: BenchResult) -> Iterator[tuple[str, str]]:
         yield name, result.contenders[name].description
     for name, reason in result.left_out.items():
         yield name, f"left out: {reason}"
+    if result.engine is not None:
+        yield (
+            "over plain",
+            f"over plain decoding of the same prompts by {result.engine}, in turns; seconds by its own clock",
+        )
+    yield (
+        "accepted",
+        "tokens of a verification by the target's agreement, and the share of drafted tokens that are accepted",
+    )
     yield "verdict", BenchVerdict.of(result.compared).sentence
     if len(result.compared.measurements[PLAIN].by_category()) > 1:
         for category, compared in result.compared.by_category().items():
@@ -215,31 +205,10 @@ def _phase_figures(result: BenchResult, name: str, phase: Phase) -> dict[str, An
     return {
         "tokens_per_second": _dumped(compared.rate(name, phase)),
         "over_plain": _dumped(compared.over(name, PLAIN, phase)),
-        "profile_over_it": _dumped(compared.over(PROFILE, name, phase)),
+        "profile_over_it": _dumped(result.profile_over(name, phase)),
         "category_mean_over_plain": _dumped(category_mean(compared, name, phase)),
     }
 
 
 def _dumped(interval: Interval | None) -> dict[str, Any] | None:
     return None if interval is None else interval.model_dump(mode="json")
-
-
-def bench_picture(result: BenchResult, file: IO[bytes]) -> None:
-    """Draw tokens per second of each contender with their intervals."""
-    from matplotlib.figure import Figure
-
-    names = list(result.compared.measurements)[::-1]  # the first on top
-    rates = [result.compared.rate(name) for name in names]
-    figure = Figure(figsize=(8, 1.2 + 0.5 * len(names)), layout="constrained")
-    axes = figure.subplots()
-    reach = [[each.value - each.ci95[0] for each in rates], [each.ci95[1] - each.value for each in rates]]
-    colours = [COLOURS.get(name, OTHERS_COLOUR) for name in names]
-    axes.barh(names, [each.value for each in rates], color=colours, height=0.6)
-    axes.errorbar([each.value for each in rates], names, xerr=reach, fmt="none", ecolor="black", capsize=3)
-    texts = "" if result.batch_size == 1 else f" of {result.batch_size} sequences in a batch"
-    axes.set_xlabel(f"decoded tokens per second{texts}, 95 % intervals over {_units(result)}")
-    axes.set_title(
-        f"{result.facts['profile']} on {result.facts['provenance']['device']}, {result.facts['dtype']}",
-        fontsize="medium",
-    )
-    figure.savefig(file, dpi=130)

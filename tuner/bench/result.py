@@ -1,4 +1,7 @@
-"""The result of a bench: every contender's measurement, what beats plain decoding, and the facts. Data only."""
+"""The result of a bench: every contender's measurement, what beats plain decoding, and the facts. Data only.
+
+In this process all contenders take turns. In an engine each draft takes turns with plain decoding alone: its server needs memory.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,9 @@ from studies.measurement import Measurement
 from studies.ratios import geometric_mean
 from tuner.measuring.comparison import Compared, Phase
 from tuner.measuring.contender import PLAIN, Contender
+
+PROFILE = "profile"
+"""Name of the contender under test."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,8 @@ class BenchResult:
     remarks: tuple[str, ...] = ()
     batch_size: int = 1
     repeats: int = 1
+    engine: str | None = None
+    """The engine and its version; None for a bench in this process."""
 
     @property
     def mean_prompt_tokens(self) -> float:
@@ -44,6 +52,16 @@ class BenchResult:
     def units(self) -> str:
         """The unit of rates and intervals in words."""
         return units_of(self.batch_size)
+
+    def profile_over(self, name: str, phase: Phase) -> Interval | None:
+        """Return the profile's speed-up over a contender; None where the two did not take turns."""
+        apart = self.engine is not None and name not in (PROFILE, PLAIN)
+        return None if apart else self.compared.over(PROFILE, name, phase)
+
+    @property
+    def num_different(self) -> int:
+        """Number of sequences that differ from plain decoding's, ties apart."""
+        return sum(each.num_prompts - each.num_identical - each.num_ties for each in self.everything.values())
 
     def first_token_seconds(self, name: str) -> float:
         """Return the mean prefill seconds of a batch."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import io
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import RenderableType
@@ -14,39 +12,53 @@ from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.losslessness import Comparison, compare
 from decoding.text import Ending
-from tuner.bench.config import BenchConfig
-from tuner.bench.contenders import ALWAYS, PROFILE, Setting, enter
-from tuner.bench.modes import profile_by
-from tuner.bench.report import TABLE_WIDTH, bench_json, bench_picture, bench_table
-from tuner.bench.result import BenchResult, units_of
-from tuner.bench.settings_check import check_bench_settings
+from studies.measurement import Measurement
+from tuner.bench.config import BenchConfig, check_bench_settings
+from tuner.bench.contenders import ALWAYS, enter
+from tuner.bench.engine import EngineTask, engine_task
+from tuner.bench.loads import SCHEDULE, measure_schedule, schedule_json, schedule_table
+from tuner.bench.report import TABLE_WIDTH, bench_json, bench_table
+from tuner.bench.result import PROFILE, BenchResult, units_of
 from tuner.bench.task import BenchTask, prepare_bench, token_ids
-from tuner.errors import DatasetError
-from tuner.fields import BITWISE, PromptSettings
+from tuner.errors import DatasetError, EngineError
+from tuner.fields import BITWISE
 from tuner.measuring.baseline import FEWEST_DECODED, Baseline
 from tuner.measuring.comparison import FEWEST_SAMPLES, Compared
-from tuner.measuring.contender import PLAIN, Prompts
+from tuner.measuring.contender import PLAIN, Contender, Prompts
 from tuner.measuring.turns import Interleaved, PairedBench, Texts
 from tuner.progress import Progress
-from tuner.results import check_results_folder, public_name, stamped, write_json, write_result, write_text
+from tuner.results import check_results_folder, write_json, write_text
 
 NAME = "bench"
 
 
-def run_and_write(config: BenchConfig, profile: Path, out: Path, *, progress: Progress) -> RenderableType:
-    """Measure the profile against the other contenders, write `bench.json`, `.txt` and `.png` into `out`, and return the table.
+def run_and_write(config: BenchConfig, *, progress: Progress) -> tuple[RenderableType, str | None]:
+    """Run the bench, write its results, and return the table, and the error to end with after it is shown.
 
-    Raises SdtuneError for wrong input.
+    The results are `bench.json` and `bench.txt`; of several requests in an engine, `schedule.json` and `schedule.txt`. Raises
+    SdtuneError for wrong input.
     """
-    check_results_folder(out)
     check_bench_settings(config)
-    result = run_bench(prepare_bench(config, profile, progress), progress)
-    shown = bench_table(result)
-    picture = io.BytesIO()
-    bench_picture(result, picture)
-    write_result(out, f"{NAME}.png", picture.getvalue())
-    write_text(out, NAME, shown, width=TABLE_WIDTH)
-    write_json(out, NAME, bench_json(result))
+    check_results_folder(config.out)
+    if config.engine is None:
+        result = run_bench(prepare_bench(config, progress), progress)
+        return _written(config, NAME, bench_table(result), bench_json(result)), None
+    with engine_task(config, progress) as engine:
+        if config.sequences:
+            found = measure_schedule(engine, progress)
+            shown, num_different = schedule_table(found), found.num_different
+            _written(config, SCHEDULE, shown, schedule_json(found))
+        else:
+            result = _run_in_engine(engine, progress)
+            shown, num_different = bench_table(result), result.num_different
+            _written(config, NAME, shown, bench_json(result))
+    wrong = f"{num_different} texts differ from {engine.program.title}'s own plain decoding"
+    return shown, wrong if num_different else None
+
+
+def _written(config: BenchConfig, name: str, shown: RenderableType, document: dict[str, Any]) -> RenderableType:
+    write_text(config.out, name, shown, width=TABLE_WIDTH)
+    write_json(config.out, name, document)
     return shown
 
 
@@ -56,18 +68,65 @@ def run_bench(task: BenchTask, progress: Progress) -> BenchResult:
     Raises DatasetError if too few prompts have continuations long enough to measure.
     """
     progress.stage("contenders choose on tuning prompts")
-    contenders, left_out = enter(task.names, _setting(task, progress))
+    contenders, left_out = enter(task)
     turns = Interleaved(contenders, may_fail=[each.name for each in contenders if each.name not in ALWAYS])
-    config, batches = task.config, task.batches
     progress.stage("warming up")
-    turns.prepare(batches, task.max_new_tokens)
-    turns.warm_up(_longest_and_shortest(batches))
-    bench = _bench(task, progress)
-    progress.stage(f"all contenders continue all {units_of(config.batch_size)}", len(batches) * config.repeats)
-    found = bench.compete(
+    turns.prepare(task.batches, task.max_new_tokens)
+    turns.warm_up(_longest_and_shortest(task.batches))
+    found = _compete(task, turns, _bench(task, progress), progress, "all contenders")
+    return _result(task, turns.running, found, {**task.left_out, **left_out, **turns.left_out}, task.facts())
+
+
+def _run_in_engine(engine: EngineTask, progress: Progress) -> BenchResult:
+    """Let the engine continue the measured prompts with each draft in turns with plain decoding: the export's, and other flags.
+
+    Raises `EngineError` if it does not run the export's draft, and DatasetError as `run_bench` does.
+    """
+    task, bench = engine.task, _bench(engine.task, progress)
+    contenders: dict[str, Contender] = {}
+    everything: dict[str, Measurement] = {}
+    left_out: dict[str, str] = {}
+    with engine.server((), progress, what="for plain decoding") as plain:
+        for name, flags in engine.drafts():
+            try:
+                with engine.server(flags, progress, what=f"with its draft, {name}") as drafted:
+                    turns = Interleaved([engine.contender(PLAIN, plain), engine.contender(name, drafted, flags)])
+                    turns.warm_up(_longest_and_shortest(task.batches))
+                    found = _compete(task, turns, bench, progress, name)
+            except EngineError as cause:
+                if name == PROFILE:
+                    raise
+                left_out[name] = str(cause)
+                progress.say(f"{name}: {cause}")
+                continue
+            contenders = {**turns.running, **contenders}
+            everything = {**found, **everything}
+    others = sorted((name for name in everything if name not in ALWAYS), key=lambda name: -everything[name].speedup)
+    ordered = {name: everything[name] for name in (*ALWAYS, *others)}
+    result = _result(task, contenders, ordered, left_out, engine.facts())
+    return replace(
+        result, engine=f"{engine.program.title} ({engine.version})", remarks=(*engine.remarks, *result.remarks)
+    )
+
+
+def _compete(
+    task: BenchTask, turns: Interleaved, bench: PairedBench, progress: Progress, who: str
+) -> dict[str, Measurement]:
+    config = task.config
+    progress.stage(f"{who}: all {units_of(config.batch_size)}", len(bench.indices) * config.repeats)
+    return bench.compete(
         turns, bench.indices, lambda samples: progress.advance(), repeats=config.repeats, plain_too=True
     )
-    compared = Compared.of(found, needed=ALWAYS)
+
+
+def _result(
+    task: BenchTask,
+    contenders: Mapping[str, Contender],
+    found: Mapping[str, Measurement],
+    left_out: Mapping[str, str],
+    facts: dict[str, Any],
+) -> BenchResult:
+    config, compared = task.config, Compared.of(found, needed=ALWAYS)
     if len(compared.counted) < FEWEST_SAMPLES:
         raise DatasetError(
             f"only {len(compared.counted)} {units_of(config.batch_size)} are continued with at least {FEWEST_DECODED} tokens per "
@@ -75,28 +134,15 @@ def run_bench(task: BenchTask, progress: Progress) -> BenchResult:
             "the model continues at greater length"
         )
     return BenchResult(
-        contenders=turns.running,
+        contenders=contenders,
         everything=found,
         compared=compared,
-        left_out={**task.left_out, **left_out, **turns.left_out, **compared.left_out},
+        left_out={**left_out, **compared.left_out},
         prompt_lengths=tuple(len(prompt.token_ids) for prompt in task.measured),
-        facts=_facts(task),
-        remarks=_remarks(task, len(batches) - len(compared.counted)),
+        facts=facts,
+        remarks=_remarks(task, len(task.batches) - len(compared.counted)),
         batch_size=config.batch_size,
         repeats=config.repeats,
-    )
-
-
-def _setting(task: BenchTask, progress: Progress) -> Setting:
-    return Setting(
-        profile=task.profile,
-        decoder=task.decoder,
-        in_mode=functools.cache(lambda mode: task.deploy(profile_by(mode, task.profile))),
-        eos_token_ids=task.eos_token_ids,
-        tuning_prompts=token_ids(task.choosing),
-        max_new_tokens=task.max_new_tokens,
-        longest_prompt=max(len(prompt.token_ids) for prompt in task.measured),
-        on_text=progress.advance,
     )
 
 
@@ -141,30 +187,6 @@ def _decode_one_by_one(
         continuations.append(plain.generate(Request(prompt, ending)).tokens)
         progress.advance()
     return tuple(continuations)
-
-
-def _facts(task: BenchTask) -> dict[str, Any]:
-    config, profile = task.config, task.profile
-    facts = {
-        "profile": profile.name,
-        "model": public_name(task.loaded.name),
-        "dataset": public_name(config.dataset),
-        "dataset_fingerprint": task.dataset_fingerprint,
-        "split": task.split,
-        "prompt_notes": list(task.notes),
-        "max_new_tokens": task.max_new_tokens,
-        "temperature": 0.0,
-        "runner": task.target.runner.name,
-        "exact_width": task.target.runner.exact_width,
-        "repeats": config.repeats,
-        "seed": config.seed,
-        **{name: getattr(config, name) for name in PromptSettings.model_fields},
-        "eos_token_ids": sorted(task.eos_token_ids),
-        "tuning_rows": [prompt.row for prompt in task.choosing],
-        "rows": [prompt.row for prompt in task.measured],
-        "dtype": str(task.target.dtype).removeprefix("torch."),
-    }
-    return stamped(facts, task.target.device)
 
 
 def _remarks(task: BenchTask, num_uncounted: int) -> tuple[str, ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Any
 
 from decoding.decoder import Decoder
 from decoding.deploy import load_decoder
@@ -12,14 +12,15 @@ from decoding.head_folder import refuse_if_trained_on
 from decoding.profile import DraftProfile
 from decoding.target import Target
 from tuner.bench.config import BenchConfig
-from tuner.bench.contenders import check_names, default_names, side_by_side
-from tuner.bench.modes import profile_by
+from tuner.bench.contenders import ONE_TEXT_ONLY, check_names, default_names, profile_by
 from tuner.errors import ConfigError
+from tuner.fields import PromptSettings
 from tuner.inputs.held_out import find_prompts
 from tuner.inputs.models import Loaded, eos_token_ids, load, resolve_device
 from tuner.inputs.prompts import Prompt
 from tuner.measuring.contender import Prompts
 from tuner.progress import Progress
+from tuner.results import public_name, stamped
 
 USUAL_NEW_TOKENS = 64
 CHOOSING_PROMPTS = 3
@@ -39,8 +40,6 @@ class BenchTask:
     loaded: Loaded
     decoder: Decoder
     """Decoder of the profile, as deployed."""
-    folder: Path
-    """Folder of the profile and its exit head."""
     max_new_tokens: int
     dataset_fingerprint: str
     split: str
@@ -52,6 +51,7 @@ class BenchTask:
     """Prompts of whole batches, in order."""
     num_over: int
     """Number of prompts left out because they fill no batch."""
+    by_mode: dict[str, Decoder] = field(default_factory=dict)
 
     @property
     def batches(self) -> list[Prompts]:
@@ -59,9 +59,12 @@ class BenchTask:
         prompts, size = token_ids(self.measured), self.config.batch_size
         return [prompts[first : first + size] for first in range(0, len(prompts), size)]
 
-    def deploy(self, profile: DraftProfile) -> Decoder:
-        """Return the decoder of another profile on the same model."""
-        return load_decoder(profile, folder=self.folder).decoder_for(self.loaded.model)
+    def in_mode(self, mode: str) -> Decoder:
+        """Return the profile's decoder in one of `tuner.bench.contenders.MODES`, made once for profile and plain."""
+        if mode not in self.by_mode:
+            changed = load_decoder(profile_by(mode, self.profile), folder=self.config.profile.parent)
+            self.by_mode[mode] = changed.decoder_for(self.loaded.model)
+        return self.by_mode[mode]
 
     @property
     def target(self) -> Target:
@@ -73,31 +76,48 @@ class BenchTask:
         """Token ids that end a sequence."""
         return eos_token_ids(self.loaded.model)
 
+    def facts(self) -> dict[str, Any]:
+        """Return what the figures were measured with, stamped."""
+        config, runner = self.config, self.target.runner
+        facts = {
+            "profile": self.profile.name,
+            "model": public_name(self.loaded.name),
+            "dataset": public_name(config.dataset),
+            "dataset_fingerprint": self.dataset_fingerprint,
+            "split": self.split,
+            "prompt_notes": list(self.notes),
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": 0.0,
+            "runner": runner.name,
+            "exact_width": runner.exact_width,
+            "repeats": config.repeats,
+            "seed": config.seed,
+            **{name: getattr(config, name) for name in PromptSettings.model_fields},
+            "eos_token_ids": sorted(self.eos_token_ids),
+            "tuning_rows": [prompt.row for prompt in self.choosing],
+            "rows": [prompt.row for prompt in self.measured],
+            "dtype": str(self.target.dtype).removeprefix("torch."),
+        }
+        return stamped(facts, self.target.device)
 
-def prepare_bench(
-    config: BenchConfig,
-    profile_path: Path,
-    progress: Progress,
-    *,
-    loaded: Loaded | None = None,
-    target: Target | None = None,
-) -> BenchTask:
-    """Load and check profile, exit head, model and prompts. Raises SdtuneError for wrong input.
 
-    A model that is `loaded` already, or a `target` of it with its runner, is used in place of the profile's.
-    """
+def prepare_bench(config: BenchConfig, progress: Progress) -> BenchTask:
+    """Load and check profile, exit head, model and prompts. Raises SdtuneError for wrong input."""
     names, left_out = _names(config)
-    profile = DraftProfile.load(profile_path)
+    profile = DraftProfile.load(config.profile)
     if config.runner is not None:
         profile = profile_by(config.runner, profile)
-    _check_mode(config.batch_size, profile)
-    deployed = load_decoder(profile, folder=profile_path.parent)
+    if config.batch_size > 1 and profile.decoding.exact_width is not None:
+        raise ConfigError(
+            f"--batch-size {config.batch_size} is not for bit-exact mode, which decodes one sequence at a time: "
+            "give --runner eager or static"
+        )
+    deployed = load_decoder(profile, folder=config.profile.parent)
     model = config.model or profile.target.model
-    if loaded is None:
-        progress.stage(f"loading {model}")
-        dtype = config.dtype or profile.target.dtype
-        loaded = load(model, revision=profile.target.revision, dtype=dtype, device=config.device)
-    decoder = deployed.decoder_for(loaded.model) if target is None else deployed.decoder_on(target)
+    progress.stage(f"loading {model}")
+    dtype = config.dtype or profile.target.dtype
+    loaded = load(model, revision=profile.target.revision, dtype=dtype, device=config.device)
+    decoder = deployed.decoder_for(loaded.model)
     facts = profile.measured.dataset if profile.measured else None
     max_new_tokens = config.max_new_tokens or (facts.max_new_tokens if facts else USUAL_NEW_TOKENS)
     drawn = find_prompts(
@@ -128,7 +148,7 @@ def prepare_bench(
     num_over = _num_over(config.batch_size, num_measured)
     choosing, measured = found.tuning[:CHOOSING_PROMPTS], found.held_out[: num_measured - num_over]
     for name in profile.draft.files:
-        refuse_if_trained_on(token_ids(measured), profile_path.parent / name)
+        refuse_if_trained_on(token_ids(measured), config.profile.parent / name)
     return BenchTask(
         config,
         names,
@@ -136,7 +156,6 @@ def prepare_bench(
         profile,
         loaded,
         decoder,
-        profile_path.parent,
         max_new_tokens,
         found.fingerprint,
         drawn.origin,
@@ -151,15 +170,9 @@ def _names(config: BenchConfig) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the names of the contenders, and the default ones that cannot decode batches with the reasons."""
     if config.against is not None:
         return check_names(config.against, config.batch_size), {}
-    return side_by_side(default_names(resolve_device(config.device)), config.batch_size)
-
-
-def _check_mode(batch_size: int, profile: DraftProfile) -> None:
-    if batch_size > 1 and profile.decoding.exact_width is not None:
-        raise ConfigError(
-            f"--batch-size {batch_size} is not for bit-exact mode, which decodes one sequence at a time: "
-            "give --runner eager or static"
-        )
+    names = default_names(resolve_device(config.device))
+    left_out = {name: ONE_TEXT_ONLY[name] for name in names if config.batch_size > 1 and name in ONE_TEXT_ONLY}
+    return tuple(name for name in names if name not in left_out), left_out
 
 
 def _num_over(batch_size: int, num_prompts: int) -> int:

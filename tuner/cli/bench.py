@@ -71,27 +71,23 @@ def bench(dry_run: bool, **flags: Any) -> None:
     config = settings_from(BenchConfig, flags)
     check_names(profile=config.profile, model=config.model, dataset=config.dataset)
 
+    from tuner.bench.config import check_bench_settings
+    from tuner.bench.loads import check_groups
     from tuner.bench.run import run_and_write
-    from tuner.bench.settings_check import check_bench_settings, check_groups
     from tuner.bench.task import prepare_bench
 
     use_threads(config.threads)
     with progress_on_stderr() as progress:
         if dry_run:
             check_bench_settings(config)
-            task = prepare_bench(config, config.profile, progress)
+            task = prepare_bench(config, progress)
             check_groups(config.sequences, len(task.measured))
             _print_plan(task)
             return
-        if config.engine is not None:
-            from tuner.bench.in_engine.run import run_and_write_in_engine
-
-            shown, result = run_and_write_in_engine(config, config.profile, config.out, progress=progress)
-        else:
-            shown, result = run_and_write(config, config.profile, config.out, progress=progress), None
+        shown, wrong = run_and_write(config, progress=progress)
     print_results(shown, config.out)
-    if result is not None and result.num_different:
-        raise EngineError(f"{result.num_different} texts differ from {result.title}'s own plain decoding")
+    if wrong is not None:
+        raise EngineError(wrong)
 
 
 def _print_plan(task: BenchTask) -> None:

@@ -1,20 +1,23 @@
-"""Candidates measured in an engine that we start, in turns with its own plain decoding: `Measuring` for race and confirmation."""
+"""A running engine as a contender, and candidates measured in it: `Measuring` for the race and the confirmation."""
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from tuner.engines.contender import EngineDecoding, engine_judge
-from tuner.engines.serving import served
+from decoding.losslessness import Comparison, compare
+from tuner.engines.contract import completed
+from tuner.engines.server import served
 from tuner.errors import EngineError
 from tuner.measuring.baseline import FEWEST_DECODED
-from tuner.measuring.contender import PLAIN
+from tuner.measuring.contender import PLAIN, Decoded, Prompts
 from tuner.measuring.turns import Interleaved, PairedBench
 
 if TYPE_CHECKING:
@@ -24,15 +27,66 @@ if TYPE_CHECKING:
     from tuner.engines.candidates import CandidateExports
     from tuner.engines.contract import EngineProgram, ServerSettings
     from tuner.engines.lookup_replay import Text
-    from tuner.engines.loopback import Client
+    from tuner.engines.server import Client
     from tuner.export.plan import Plan
-    from tuner.measuring.contract import OnSample
+    from tuner.measuring.baseline import Baseline
     from tuner.measuring.paired import Bench
+    from tuner.measuring.turns import Judge, OnSample, Texts
 
 DRAFTED = "draft"
 """Name of a candidate beside plain decoding."""
 MOST_RUNNING = 6
 """Servers with a draft that run at a time; the one that has waited longest ends for another."""
+
+
+@dataclass(frozen=True)
+class EngineDecoding:
+    """A server of an engine; see `Contender`."""
+
+    name: str
+    program: EngineProgram
+    client: Client
+    by_load: bool = False
+    """Sends the prompts of a batch at once, and takes the wall clock until the last answer, prompts included."""
+    description: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def prepare(self, batches: Sequence[Prompts], max_new_tokens: int) -> None:
+        """Do nothing: a server prepares itself."""
+
+    def decode(self, prompts: Prompts, max_new_tokens: int) -> Decoded:
+        """See `Contender.decode`. Raises `EngineError` for a wrong answer."""
+        if self.by_load:
+            return self._decode_together(prompts, max_new_tokens)
+        (prompt,) = prompts
+        return self.program.complete(self.client, prompt, max_new_tokens)
+
+    def _decode_together(self, prompts: Prompts, max_new_tokens: int) -> Decoded:
+        program, client = self.program, self.client
+        before = client.counters()
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            began = time.perf_counter()
+            asked = [threads.submit(program.continuation, client, prompt, max_new_tokens) for prompt in prompts]
+            texts = tuple(each.result() for each in asked)
+            seconds = time.perf_counter() - began
+        after = program.counters_after(client, before, len(prompts))
+        return completed(texts, None, seconds, program.counts(after) - program.counts(before))
+
+
+def engine_judge(target: Target, baseline: Baseline) -> Judge:
+    """Return the comparison with the engine's own plain decoding: at the same moment, or of the prompt alone.
+
+    Continuations of the baseline are those of each prompt alone: a batch may round otherwise than one row, which is no fault of
+    the draft. Without any, the text of the same turn is all that there is.
+    """
+
+    def judge(name: str, row: int, texts: Texts) -> Comparison:
+        if name != PLAIN and texts[name] == texts[PLAIN]:
+            return Comparison(identical=True)
+        reference = baseline.continuations[row] if baseline.continuations else texts[PLAIN]
+        return compare(target, baseline.prompts[row], reference, texts[name])
+
+    return judge
 
 
 class EngineServers:

@@ -1,16 +1,20 @@
-"""Candidates of a search as exports for one engine: a folder per draft model, and the flags of each candidate."""
+"""Candidates of a search for one engine: what it can run of drafts and rules, and their exports, a folder per draft model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from decoding.draft_length import Fixed, TopProbability
-from decoding.drafts import PromptLookup
+from decoding.drafts import Lookup, PromptLookup
+from decoding.profile import Decoding, DraftProfile, TargetIdentity
 from studies.contract import Candidate
-from tuner.export.plan import Plan
+from tuner.errors import ExportError
+from tuner.export.engines.registry import load_engine
+from tuner.export.plan import Plan, plan_for
 from tuner.export.run import Source, write_draft
+from tuner.export.shape import reduced
 from tuner.progress import Unwatched
 
 if TYPE_CHECKING:
@@ -19,9 +23,11 @@ if TYPE_CHECKING:
     from decoding.draft_length import DraftLengthRule
     from decoding.drafts import DraftDocument
     from tuner.engines.contract import EngineProgram
-    from tuner.engines.rules import EngineRules
+    from tuner.export.engines.contract import Engine
     from tuner.inputs.models import Loaded
 
+NOWHERE = Path("/sdtune-export")
+"""Folder of plans that are only looked at."""
 LOOKUPS = ((2, 4), (3, 8))
 """Length of the n-grams and most tokens to copy, of the engine's own lookups that are measured in any case.
 
@@ -61,6 +67,88 @@ def other_lengths(candidate: Candidate, *, stops_below: bool) -> list[Candidate]
     if stops_below:
         rules.append(TopProbability(max_tokens=LIMIT, threshold=THRESHOLD))
     return [candidate.with_rule(rule) for rule in rules if rule != candidate.draft_length]
+
+
+def engine_candidate(plan: Plan) -> Candidate:
+    """Return the profile's draft and rule as the engine runs them."""
+    draft, lookup = plan.profile.draft, plan.lookup
+    if plan.shape is None:
+        assert lookup is not None, "a draft without a model is a lookup"
+        copies = PromptLookup(max_ngram=lookup.longest, min_ngram=lookup.shortest)
+        return Candidate(draft=copies, draft_length=Fixed(max_tokens=lookup.max_tokens))
+    alone = draft.having(lookup=None, tree=None)
+    if plan.bits is None and alone.parts.bits is not None:
+        alone = alone.having(bits=None)
+    if lookup is not None:
+        first = Lookup(max_ngram=lookup.longest, min_ngram=lookup.shortest, max_tokens=lookup.max_tokens)
+        alone = alone.having(lookup=first)
+    most = plan.length.num_tokens
+    own: DraftLengthRule = (
+        Fixed(max_tokens=most) if plan.threshold is None else TopProbability(max_tokens=most, threshold=plan.threshold)
+    )
+    return Candidate.model_validate({"draft": alone, "draft_length": own})
+
+
+class EngineRules:
+    """The rules of the engine `name` for drafts of one target."""
+
+    def __init__(self, name: str, target: TargetIdentity, config: Any, *, model: str) -> None:
+        """`config` is the target's configuration, `model` its folder or hub id as the engine is to load it."""
+        self.name = name
+        self.engine: Engine = load_engine(name)
+        self._target, self._config, self._model = target, config, model
+
+    def profile(self, candidate: Candidate) -> DraftProfile:
+        """Return a candidate as a profile without figures."""
+        return DraftProfile(
+            name="candidate",
+            target=self._target,
+            draft=candidate.draft,
+            draft_length=candidate.draft_length,
+            decoding=Decoding(prefix_reuse=False),
+        )
+
+    def plan(self, candidate: Candidate, out: Path = NOWHERE) -> Plan:
+        """Return the plan of a candidate's export into `out`; raise `ExportError` for one that the engine cannot run."""
+        draft = reduced(candidate.draft, (), keeps_bits=self.engine.quantises)
+        return plan_for(
+            self.profile(candidate),
+            self.engine,
+            draft,
+            self._config,
+            model=self._model,
+            dtype=self._target.dtype,
+            out=out,
+        )
+
+    def as_run(self, candidate: Candidate) -> Candidate:
+        """Return the candidate as the engine runs it; raise `ExportError` for one that it cannot run."""
+        return engine_candidate(self.plan(candidate))
+
+    def check(self, candidate: Candidate) -> None:
+        """Raise `ExportError` unless the engine runs the candidate as it is.
+
+        Of a lookup alone the rule's limit counts only: a rule has no distributions to look at.
+        """
+        if not candidate.draft.drafts:
+            return
+        run = self.as_run(candidate)
+        if run.draft != candidate.draft:
+            raise ExportError(
+                f"{self.engine.title} runs {run.draft.describe()} in place of {candidate.draft.describe()}"
+            )
+        if run.draft_length != candidate.draft_length and candidate.draft.runs_model:
+            raise ExportError(
+                f"{self.engine.title} drafts by {run.draft_length.describe()} in place of {candidate.draft_length.describe()}"
+            )
+
+    def accepts(self, draft: DraftDocument) -> bool:
+        """Return whether the engine runs the draft as it is."""
+        try:
+            self.check(Candidate.model_validate({"draft": draft, "draft_length": Fixed()}))
+        except ExportError:
+            return False
+        return True
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The contract of an installed engine: how it is found and started, and how its answers are read."""
+"""The contract of an installed engine: how it is found, started and read. `tuner.fields` lists the engines."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, ClassVar
 
+from tuner.fields import PROGRAMS
 from tuner.measuring.contender import Decoded
 
 if TYPE_CHECKING:
-    from tuner.engines.loopback import Client
+    from tuner.engines.server import Client
     from tuner.export.plan import Plan
 
 
@@ -79,6 +81,8 @@ class EngineProgram(ABC):
     """Name for people."""
     home_variable: ClassVar[str]
     """Environment variable that says where it is installed."""
+    counters: ClassVar[str]
+    """Beginning of the names of its counters of speculative decoding."""
     start_seconds: ClassVar[float] = 120.0
     """Longest time to wait until it answers."""
     usual_start_seconds: ClassVar[float] = 45.0
@@ -125,10 +129,17 @@ class EngineProgram(ABC):
     def continuation(self, client: Client, prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
         """Continue as `complete` does, untimed and beside other requests, and return the tokens."""
 
-    @abstractmethod
     def counts(self, counters: Mapping[str, float]) -> DraftCounts:
         """Return what the engine's counters say of speculative decoding."""
+        names = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total")
+        return DraftCounts(*(int(counters.get(f"{self.counters}{name}", 0)) for name in names))
 
     def counters_after(self, client: Client, before: Mapping[str, float], num_requests: int) -> dict[str, float]:
         """Return the counters once they hold `num_requests` more answered requests than `before`."""
         return client.counters()
+
+
+def find_engine(name: str, home: Path | None) -> EngineProgram:
+    """Return the installed engine of a name; raise `EngineError` if it is not found."""
+    program: type[EngineProgram] = resolve_name(PROGRAMS[name])
+    return program.find(home)

@@ -7,20 +7,19 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tuner.engines import gguf_converter
 from tuner.engines.contract import DraftCounts, EngineProgram, Launch, ServerSettings, completed
-from tuner.engines.loopback import HOST
-from tuner.engines.serving import last_lines, output_of
+from tuner.engines.server import HOST, last_lines, output_of
 from tuner.errors import EngineError
 from tuner.export.engines.llama_cpp import OUTTYPES, QUANTISED, LlamaCpp
 
 if TYPE_CHECKING:
-    from tuner.engines.loopback import Client
+    from tuner.engines.server import Client
     from tuner.export.plan import Plan
     from tuner.measuring.contender import Decoded
 
@@ -30,7 +29,6 @@ BUILT = Path("build") / "bin"
 CONVERTED = ("q8_0",)
 """Quantised types that the converter writes itself."""
 TARGET = "target.gguf"
-COUNTERS = "llamacpp:spec_decode_"
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,7 @@ class LlamaCppServer(EngineProgram):
     """llama.cpp's sources, which hold the converter, and the programs built from them."""
 
     title: ClassVar[str] = "llama.cpp"
+    counters: ClassVar[str] = "llamacpp:spec_decode_"
     home_variable: ClassVar[str] = "LLAMA_CPP"
     target_files: ClassVar[tuple[str, ...]] = (TARGET,)
     starts_at_once: ClassVar[bool] = True
@@ -118,11 +117,6 @@ class LlamaCppServer(EngineProgram):
     def continuation(self, client: Client, prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
         """Continue token ids by `/completion`."""
         return read_completion(client.post("/completion", _request(prompt, num_tokens)), DraftCounts()).texts[0]
-
-    def counts(self, counters: Mapping[str, float]) -> DraftCounts:
-        """Return the server's own counters."""
-        names = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total")
-        return DraftCounts(*(int(counters.get(f"{COUNTERS}{name}", 0)) for name in names))
 
     def _quantise(self, model: Path, whole: Path, plan: Plan, log: Path) -> str:
         """Write the quantised draft: by the converter where it knows the type, else by the program built with the server."""

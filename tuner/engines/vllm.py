@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from tuner.engines.contract import DraftCounts, EngineProgram, Launch, ServerSettings, completed
-from tuner.engines.loopback import HOST
-from tuner.engines.serving import output_of
+from tuner.engines.contract import EngineProgram, Launch, ServerSettings, completed
+from tuner.engines.server import HOST, output_of
 from tuner.errors import EngineError
 from tuner.export.engines.vllm import Vllm
 
 if TYPE_CHECKING:
-    from tuner.engines.loopback import Client
+    from tuner.engines.server import Client
     from tuner.export.plan import Plan
     from tuner.measuring.contender import Decoded
 
@@ -34,7 +33,6 @@ VERSION_OF = (
 )
 FINISHED = "vllm:request_success_total"
 PREFILL, DECODE = "vllm:request_prefill_time_seconds_sum", "vllm:request_decode_time_seconds_sum"
-COUNTERS = "vllm:spec_decode_"
 METRICS_SECONDS = 5.0
 """Longest time that a finished request may take to appear in the metrics."""
 
@@ -44,6 +42,7 @@ class VllmServer(EngineProgram):
     """vLLM in an environment of its own: it pins other packages than this project."""
 
     title: ClassVar[str] = "vLLM"
+    counters: ClassVar[str] = "vllm:spec_decode_"
     home_variable: ClassVar[str] = "SDTUNE_VLLM"
     start_seconds: ClassVar[float] = 600.0
 
@@ -118,11 +117,6 @@ class VllmServer(EngineProgram):
             "return_token_ids": True,
         }
         return read_tokens(client.post("/v1/completions", request))
-
-    def counts(self, counters: Mapping[str, float]) -> DraftCounts:
-        """Return the server's own counters."""
-        names = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total")
-        return DraftCounts(*(int(counters.get(f"{COUNTERS}{name}", 0)) for name in names))
 
     def counters_after(self, client: Client, before: Mapping[str, float], num_requests: int) -> dict[str, float]:
         """Return the metrics once they hold the requests; they follow the answers by a moment."""

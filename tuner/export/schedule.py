@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tuner.export.engines.contract import Engine
 
 KEY = "schedule"
-"""Key of the schedule in `engine.json`."""
+"""Key of the schedule in `schedule.json`."""
 Entry = tuple[PositiveInt, PositiveInt, NonNegativeInt]
 """First and last number of sequences, both included, and the tokens to draft; 0 for plain decoding."""
 
@@ -89,7 +89,7 @@ def _tokens(number: int) -> str:
 
 
 def read_schedule(path: Path) -> MeasuredSchedule:
-    """Return the schedule of an `engine.json`; raise `ExportError` for a file without one."""
+    """Return the schedule of a `schedule.json`; raise `ExportError` for a file without one."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as cause:

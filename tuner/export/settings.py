@@ -49,7 +49,7 @@ class ExportSettings(PromptSettings):
     )
     schedule: Path | None = Field(
         None,
-        description="engine.json of `sdtune bench --engine --sequences`: its schedule of tokens to draft by number of sequences.",
+        description="schedule.json of `sdtune bench --engine --sequences`: its schedule of tokens to draft by number of sequences.",
         json_schema_extra={**ENGINE, "metavar": "FILE"},
     )
     drop: tuple[Drop, ...] = Field(

@@ -39,7 +39,7 @@ from tuner.inputs.memory import ModelSize, explained_shortage, free_bytes, refus
 from tuner.inputs.models import Loaded, load
 from tuner.inputs.prompts import Prompt, PromptSet, load_prompts, search_prompts
 from tuner.inputs.rows import open_rows
-from tuner.measuring.pulse import measure_pulse
+from tuner.measuring.baseline import measure_pulse
 from tuner.output_paths import check_folder_writable
 from tuner.progress import Progress
 from tuner.tracking import DatasetInput, Tracker

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tuner.config import DistillSettings
 from tuner.inputs.memory import ModelSize
-from tuner.measuring.pulse import Pulse
+from tuner.measuring.baseline import Pulse
 
 BACKWARD = 2.0
 """Cost of a backward pass over that of its forward pass."""

@@ -1,4 +1,7 @@
-"""The prompts of a bench and their plain continuations, against which candidates are compared token by token."""
+"""The prompts of a bench and their plain continuations, against which candidates are compared token by token.
+
+And a pulse: the rate of a model's passes, from a moment of plain decoding, enough to estimate minutes and not to compare drafts.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,10 @@ from tuner.errors import DatasetError
 
 FEWEST_DECODED = 8
 """Decode-phase tokens of a sequence below which its decoding rate says nothing."""
+PULSE_TOKENS, WARMING_TOKENS = 6, 2
+"""Tokens of a decoding that is timed for a pulse, and of an uncounted one before it."""
+NUM_PULSES = 2
+"""Timed decodings, of which the faster counts: one slow moment of a shared machine must not refuse a search."""
 
 
 @dataclass(frozen=True)
@@ -112,3 +119,37 @@ def _check_enough(baseline: Baseline, num_prompts: int) -> None:
         f"{baseline.num_too_short} of {num_prompts} prompts end within {FEWEST_DECODED} tokens of plain decoding{needed}: "
         "give prompts that the model continues at greater length"
     )
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """Measured seconds of the target's passes, over one sequence or over a batch in lockstep."""
+
+    prefill_seconds: float
+    """Seconds of reading the prompts."""
+    token_seconds: float
+    """Seconds of a pass over one position of each sequence."""
+    num_positions: int
+    """Positions of the prompts."""
+
+    @property
+    def position_seconds(self) -> float:
+        """Seconds per position of a wide pass."""
+        return self.prefill_seconds / self.num_positions
+
+
+def measure_pulse(
+    target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, num_sequences: int
+) -> Pulse:
+    """Decode a few tokens after the prompt of median length, or after `num_sequences` prompts about it in lockstep."""
+    by_length = sorted(prompts, key=len)
+    middle = len(by_length) // 2
+    chosen = [by_length[min(middle + row, len(by_length) - 1)] for row in range(num_sequences)]
+    plain = plain_decoder(target)
+    plain.prepare(min(map(len, chosen)), max(map(len, chosen)) + max_new_tokens, num_sequences)
+    timed = []
+    for num_tokens in (WARMING_TOKENS, *[min(PULSE_TOKENS, max_new_tokens)] * NUM_PULSES):
+        batch = plain.generate_batch([Request(prompt, Ending(num_tokens)) for prompt in chosen])
+        timed.append((batch.prefill_seconds, batch.decode_seconds / max(1, batch.num_decoded // num_sequences)))
+    prefills, tokens = zip(*timed[1:], strict=True)
+    return Pulse(min(prefills), min(tokens), sum(map(len, chosen)))

@@ -10,7 +10,7 @@ import torch
 
 from decoding.drafts import Draft
 from decoding.rounds import Round
-from decoding.timing import stopwatch
+from decoding.timing.passes import Stopwatch
 
 Elapsed = Callable[[Round | None], float]
 """Seconds since a decoding started, read when tokens arrive: with the record of their round, or None if there is none."""
@@ -37,14 +37,13 @@ class WallClock:
 
     is_deterministic = False
 
-    def __init__(self, device: torch.device, read: stopwatch.ReadSeconds = time.perf_counter) -> None:
-        self._stopwatch = stopwatch.Stopwatch(device, read)
-        self._read = read
+    def __init__(self, device: torch.device) -> None:
+        self._stopwatch = Stopwatch(device)
 
     def start(self, draft: Draft | None = None) -> Elapsed:
         """Wait for the device and return a function that reads real seconds."""
         start = self._stopwatch.now()
-        return lambda record: self._read() - start
+        return lambda record: time.perf_counter() - start
 
 
 class PriceList:

@@ -26,10 +26,17 @@ class Phase(Enum):
 
     def work(self, measurement: Measurement) -> Work:
         """Return the seconds and tokens of each sample of a contender; every sample must know its prefill."""
+        return self._of(measurement)[1]
+
+    def plain(self, measurement: Measurement) -> Work:
+        """Return those of the plain decoding that was timed beside it."""
+        return self._of(measurement)[0]
+
+    def _of(self, measurement: Measurement) -> tuple[Work, Work]:
         if self is Phase.DECODE:
-            return measurement.draft_decode
+            return measurement.plain_decode, measurement.draft_decode
         assert measurement.end_to_end is not None, "a bench times the prefill of every sample"
-        return measurement.end_to_end.draft
+        return measurement.end_to_end.plain, measurement.end_to_end.draft
 
 
 @dataclass(frozen=True)
@@ -70,9 +77,10 @@ class Compared:
         return self.ratio(name, reference, phase).interval()
 
     def ratio(self, name: str, reference: str = PLAIN, phase: Phase = Phase.DECODE) -> Ratio:
-        """Return the speed of `name` over that of `reference`."""
-        slower, faster = (phase.work(self.measurements[each]) for each in (reference, name))
-        return Ratio.of_speeds(slower, faster)
+        """Return the speed of `name` over that of `reference`; of plain decoding, over that which was timed beside it."""
+        own = self.measurements[name]
+        slower = phase.plain(own) if reference == PLAIN else phase.work(self.measurements[reference])
+        return Ratio.of_speeds(slower, phase.work(own))
 
     def by_category(self) -> dict[str, Compared]:
         """Return the comparison on each category with enough samples for intervals."""

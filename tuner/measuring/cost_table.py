@@ -1,22 +1,46 @@
-"""Measures the cost table of a model on the current device, in a few seconds, to predict the cost of any draft."""
+"""The cost table of a model on this device, from which the cost of any draft is predicted: measured in seconds, and kept.
+
+`decoding.timing.passes` times the passes, as it does for production; `studies.costs` says which, and fits the table. On disk there
+is one file per model, device, software and batch size. A table is measured again after any of these has changed. One that was
+measured on a disturbed machine serves the process that measured it, and no later one.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from datetime import UTC, datetime
+from functools import cache, partial
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
+import decoding
+import studies.costs
+from decoding.documents.atomic_write import write_atomically
+from decoding.documents.strict_yaml import Document
 from decoding.drafts import BitWidth
+from decoding.fingerprint import fingerprint, hash_json
+from decoding.lockstep import shared_batch_size
 from decoding.target import Target
-from decoding.timing.stopwatch import ReadSeconds
+from decoding.timing.passes import between_plain
 from studies.costs.fit import fit_costs
 from studies.costs.plan import plan_passes
 from studies.costs.table import CostTable
 from studies.costs.terms import BlockKinds, Pass, Terms, Verification, join_share
+from tuner.errors import StorageError
+from tuner.inputs.environment import device_name, versions
+from tuner.measuring import pass_timer
+from tuner.measuring.machine import MOST_COST_ERROR
 from tuner.measuring.pass_timer import PassTimer
+from tuner.progress import Progress
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17, 25, 33, 49)
 """Widths to measure: costs bend at the first few tokens and after powers of two, and are linear in between."""
@@ -33,6 +57,7 @@ PATIENCE = 2
 
 Timer = Callable[[Pass], float]
 """Returns the seconds of a pass, timed once."""
+DECIDING_PACKAGES = ("sdtune", "torch", "transformers")
 
 
 @torch.inference_mode()
@@ -46,63 +71,45 @@ def measure_cost_table(
     budget_seconds: float = BUDGET_SECONDS,
     most_seconds: float = math.inf,
     seed: int = 0,
-    clock: ReadSeconds = time.perf_counter,
     timer: Timer | None = None,
 ) -> CostTable:
     """Time the passes of `studies.costs.plan` for drafts of up to `max_tokens` tokens after `contexts` tokens, and fit the costs.
 
     Sweeps through all passes are repeated, at least `FEWEST_SWEEPS` times, until `budget_seconds` are spent, and up to `PATIENCE`
-    times as long while held-out passes are predicted badly and fewer than `most_seconds` are spent. A plain pass is timed before
-    and after every two passes, and the median of a pass's ratios to its plain neighbours counts: a shared machine is slower for
-    seconds at a time, by half where memory is the limit, and slow periods must not look like differences between passes.
+    times as long while held-out passes are predicted badly and fewer than `most_seconds` are spent. The seconds of a pass are the
+    median of its ratios to the plain passes beside it, times the median plain pass.
 
-    `bits` are the precisions in which quantised drafts are timed too. `seed` draws held-out passes and tokens; `clock` gives
-    seconds; `timer` replaces running the passes. With `num_sequences` above 1 every pass runs that many sequences in
-    lockstep, each after the same number of tokens; the target must be able to share passes.
+    `bits` are the precisions in which quantised drafts are timed too. `seed` draws held-out passes and tokens; `timer` replaces
+    running the passes. With `num_sequences` above 1 every pass runs that many sequences in lockstep, each after the same number of
+    tokens; the target must be able to share passes.
 
     Raises ValueError if `max_tokens` or a context is below 1, no context is given, or the model's context has no room for two
     tokens.
     """
     terms = resolve_terms(target, max_tokens=max_tokens, contexts=contexts, bits=bits)
     fitted, held_out = plan_passes(terms, seed)
-    start = clock()
-    own = PassTimer(target, most_tokens=terms.widths[-1], num_sequences=num_sequences, seed=seed, clock=clock)
+    passes, plain = [*fitted, *held_out], Verification(1, terms.contexts[0])
+    ratios, plain_seconds = defaultdict[Pass, list[float]](list), list[float]()
+    start = time.perf_counter()
+    own = PassTimer(target, most_tokens=terms.widths[-1], num_sequences=num_sequences, seed=seed)
     with target.runner.temporary_memory(), own:
-        times = _Times(timer or own, plain=Verification(1, terms.contexts[0]), passes=[*fitted, *held_out])
+        timed = timer or own
         for patience in range(1, PATIENCE + 1):
             longest, num_sweeps = patience * budget_seconds, 0
-            while num_sweeps < FEWEST_SWEEPS or (clock() - start < longest and num_sweeps < MOST_SWEEPS):
-                times.sweep()
+            while num_sweeps < FEWEST_SWEEPS or (time.perf_counter() - start < longest and num_sweeps < MOST_SWEEPS):
+                sweep = between_plain(
+                    partial(timed, plain), [partial(timed, each) for each in passes], at_once=BESIDE_PLAIN
+                )
+                for each, (seconds, beside) in zip(passes, sweep, strict=True):
+                    ratios[each].append(seconds / beside if beside else 1.0)
+                    plain_seconds.append(beside)
                 num_sweeps += 1
-            table = fit_costs(terms, times.seconds(fitted), times.seconds(held_out))
-            if table.error.median <= GOOD_ERROR or clock() - start >= most_seconds:
+            usual = float(np.median(plain_seconds))
+            found = {each: usual * float(np.median(ratios[each])) for each in passes}
+            table = fit_costs(terms, {each: found[each] for each in fitted}, {each: found[each] for each in held_out})
+            if table.error.median <= GOOD_ERROR or time.perf_counter() - start >= most_seconds:
                 break
     return table
-
-
-class _Times:
-    """Times of passes, each next to plain passes."""
-
-    def __init__(self, timer: Timer, plain: Pass, passes: Sequence[Pass]) -> None:
-        self._timer, self._plain = timer, plain
-        self._ratios: dict[Pass, list[float]] = {each: [] for each in passes}
-        self._plain_seconds: list[float] = []
-
-    def sweep(self) -> None:
-        """Time every pass once."""
-        passes = list(self._ratios)
-        before = self._timer(self._plain)
-        for start in range(0, len(passes), BESIDE_PLAIN):
-            taken = {each: self._timer(each) for each in passes[start : start + BESIDE_PLAIN]}
-            after = self._timer(self._plain)
-            for each, seconds in taken.items():
-                self._ratios[each].append(2 * seconds / (before + after))
-            self._plain_seconds.append(before := after)
-
-    def seconds(self, passes: Iterable[Pass]) -> dict[Pass, float]:
-        """Return the seconds of each pass: its median ratio to neighbouring plain passes, times the median plain pass."""
-        plain = float(np.median(self._plain_seconds))
-        return {each: plain * float(np.median(self._ratios[each])) for each in passes}
 
 
 def resolve_terms(
@@ -126,3 +133,163 @@ def resolve_terms(
     known = tuple(sorted(set(bits))) if target.can_be_quantised else ()
     kinds = BlockKinds.of(target)
     return Terms(kinds, tuple(widths), tuple(contexts), target.lm_heads.num_rows, known, join_share(target))
+
+
+class CostKey(Document):
+    """Everything that the seconds of a pass depend on."""
+
+    config_sha256: str
+    weights_sha256: str
+    dtype: str
+    device: str
+    threads: int
+    attention: str | None
+    """Attention kernel, by transformers' name."""
+    runner: str
+    code_sha256: str
+    """Hash of the code that runs and times the passes: a change of it invalidates the table."""
+    num_sequences: int
+    """Sequences in lockstep that share a pass."""
+    versions: dict[str, str]
+
+    @classmethod
+    def of(cls, target: Target, num_sequences: int = 1) -> CostKey:
+        """Return the key of a loaded model on its device, for passes of `num_sequences` sequences."""
+        model, installed = fingerprint(target.model), versions()
+        return cls(
+            config_sha256=model.config_sha256,
+            weights_sha256=model.weights_sha256,
+            dtype=str(target.dtype).removeprefix("torch."),
+            device=device_name(target.device),
+            threads=torch.get_num_threads(),
+            attention=getattr(target.config, "_attn_implementation", None),
+            runner=_runner_name(target),
+            code_sha256=_code_sha256(),
+            num_sequences=num_sequences,
+            versions={package: installed[package] for package in DECIDING_PACKAGES},
+        )
+
+    @property
+    def file_name(self) -> str:
+        """Name of the file, unique to the key."""
+        return f"{hash_json(self.model_dump())[:32]}.json"
+
+
+@cache
+def _code_sha256() -> str:
+    folders = (decoding, studies.costs)
+    roots = [Path(str(folder.__file__)).parent for folder in folders]
+    files = [path for root in roots for kind in ("*.py", "*.cpp") for path in root.rglob(kind)]
+    files += [Path(__file__), Path(str(pass_timer.__file__))]
+    return hash_json([hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)])
+
+
+def _runner_name(target: Target) -> str:
+    exact_width = target.runner.exact_width
+    return target.runner.name if exact_width is None else f"{target.runner.name}, bit-exact at {exact_width}"
+
+
+class StoredCosts(Document):
+    """Contents of a file; the table includes its measured error."""
+
+    format: Literal[1] = 1
+    key: CostKey
+    created: str
+    load: float | None
+    """Load average after the measurement; None where the system has none."""
+    table: CostTable
+
+    @property
+    def was_disturbed(self) -> bool:
+        """True if the table fits badly, or the machine had more to do than it has processors."""
+        return self.table.error.median > MOST_COST_ERROR or (self.load or 0.0) > (os.cpu_count() or 1)
+
+    @property
+    def is_usable(self) -> bool:
+        """True unless the table was disturbed in an earlier process."""
+        return not self.was_disturbed or datetime.fromisoformat(self.created).timestamp() >= _process_start()
+
+
+def _process_start() -> float:
+    import psutil
+
+    return float(psutil.Process().create_time())
+
+
+def cost_table(
+    target: Target,
+    *,
+    max_tokens: int,
+    contexts: Sequence[int],
+    progress: Progress,
+    num_sequences: int = 1,
+    bits: Collection[BitWidth] = (),
+    folder: Path | None = None,
+    most_seconds: float = math.inf,
+    seed: int = 0,
+) -> CostTable:
+    """Return the table stored in `folder` if it fits model and device and covers these lengths; else measure and store one.
+
+    With `num_sequences` above 1 the passes run that many sequences in lockstep, or one if the target cannot share
+    passes. `bits` are the precisions of quantised drafts that the table must know. An unreadable file or unwritable folder is
+    reported to `progress` and costs only the measurement. Raises ValueError as `measure_cost_table` does.
+    """
+    folder = folder or cache_folder()
+    num_sequences = shared_batch_size(target, num_sequences)
+    key = CostKey.of(target, num_sequences)
+    path = folder / key.file_name
+    terms = resolve_terms(target, max_tokens=max_tokens, contexts=contexts, bits=bits)
+    stored = _read(path, key, progress)
+    if (
+        stored is not None
+        and stored.table.kinds == terms.kinds
+        and stored.table.covers(terms.widths, terms.contexts, terms.bits)
+    ):
+        progress.say(f"costs of {datetime.fromisoformat(stored.created):%d %b %Y %H:%M} UTC, from {path}")
+        return stored.table
+    table = measure_cost_table(
+        target,
+        max_tokens=max_tokens,
+        contexts=contexts,
+        num_sequences=num_sequences,
+        bits=bits,
+        most_seconds=most_seconds,
+        seed=seed,
+    )
+    created = datetime.now(UTC).isoformat()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    _write(path, StoredCosts(key=key, created=created, load=load, table=table), progress)
+    return table
+
+
+def cache_folder() -> Path:
+    """Return the folder of the tables: `sdtune/costs` under XDG_CACHE_HOME, or under ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sdtune" / "costs"
+
+
+def _read(path: Path, key: CostKey, progress: Progress) -> StoredCosts | None:
+    try:
+        stored = StoredCosts.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as cause:
+        reason = (cause.strerror or str(cause)) if isinstance(cause, OSError) else "damaged, or of another version"
+        progress.say(f"the stored costs {path} are measured anew: {reason}")
+        return None
+    return stored if stored.key == key and stored.is_usable else None
+
+
+def _write(path: Path, stored: StoredCosts, progress: Progress) -> None:
+    try:
+        _make_folder(path.parent)
+        content = stored.model_dump_json(indent=1).encode()
+        write_atomically(path, content, what="the measured costs", error=StorageError)
+    except StorageError as cause:
+        progress.say(f"{cause}; they will be measured again next time")
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise StorageError(f"cannot make the folder of measured costs {folder}: {cause.strerror or cause}") from None

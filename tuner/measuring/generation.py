@@ -8,7 +8,7 @@ batch the streamer receives the padded prompts, then one token per sequence and 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,8 +20,7 @@ from transformers.generation import BaseStreamer
 from decoding.target.backends import attention_backends
 from tuner.inputs.models import quiet
 from tuner.measuring.clock import WallClock
-from tuner.measuring.contender import Decoded, Prompts
-from tuner.measuring.recording import Recorder
+from tuner.measuring.contender import Decoded, Prompts, Recorder
 from tuner.measuring.turns import Interleaved
 
 # The model's own settings that are kept: special tokens and drafting. Any other setting could change the tokens.
@@ -198,14 +197,10 @@ def fastest_exit(
     model: PreTrainedModel,
     eos_token_ids: frozenset[int],
     prompts: Sequence[Sequence[int]],
-    *,
     num_layers: int,
     max_new_tokens: int,
-    on_text: Callable[[], None],
 ) -> EarlyExitGeneration:
     """Return the exit that decodes these prompts fastest; all are tried in turns, on at most `CHOICE_TOKENS` tokens of each.
-
-    `on_text` is called after each prompt.
 
     Raises ValueError with the reason if there is no exit to try or none runs.
     """
@@ -220,7 +215,6 @@ def fastest_exit(
         for each, decoded in done.items():
             seconds[each] += decoded.decode_seconds
             tokens[each] += decoded.decode_tokens
-        on_text()
 
     turns.warm_up([batch for _, batch in batches[:1]])
     if turns.running:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -133,25 +133,12 @@ def _read(path: Path) -> str:
         return ""  # the thread has ended, or the kernel keeps no such figures
 
 
-def wait_until_quiet(
-    most_seconds: float,
-    *,
-    busy: Callable[[], float] | None = None,
-    clock: Callable[[], float] = time.monotonic,
-) -> bool:
-    """Wait until other work uses at most `QUIET_SHARE` of the processors, `most_seconds` at most; return whether it does.
-
-    `busy` gives the share of all processors that are busy while this process waits.
-    """
-    glance = busy or _busy
-    start = clock()
-    while glance() > QUIET_SHARE:
-        if clock() - start >= most_seconds:
-            return False
-    return True
-
-
-def _busy() -> float:
+def wait_until_quiet(most_seconds: float) -> bool:
+    """Wait until other work uses at most `QUIET_SHARE` of the processors, `most_seconds` at most; return whether it does."""
     import psutil
 
-    return float(psutil.cpu_percent(interval=GLANCE_SECONDS)) / 100
+    start = time.monotonic()
+    while psutil.cpu_percent(interval=GLANCE_SECONDS) > 100 * QUIET_SHARE:
+        if time.monotonic() - start >= most_seconds:
+            return False
+    return True

@@ -12,11 +12,11 @@ from transformers.generation import TemperatureLogitsWarper, TopPLogitsWarper
 from decoding.acceptance import Greedy, Sampling
 from decoding.decode import Request
 from decoding.decoder import Decoder
+from decoding.rounds import Prefill
 from decoding.text import Ending, LogitsProcessor, Shaping
 from tuner.measuring.clock import Clock, WallClock
-from tuner.measuring.contender import PLAIN, Decoded, Prompts
+from tuner.measuring.contender import PLAIN, Decoded, Prompts, Recorder
 from tuner.measuring.machine import seconds_waited
-from tuner.measuring.recording import Recorder, record_decoding
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,11 @@ class OwnDecoding:
             requests = self._sampling.requests(greedy, self.decoder.target.device)
         before = seconds_waited()
         recorder = Recorder(self._clock.start(self.decoder.draft), num_sequences=len(requests))
-        record_decoding(self.decoder, requests, recorder)
+        for sequence, step in self.decoder.batch_steps(requests):
+            if isinstance(step, Prefill):
+                recorder.put((step.token,), sequence)
+            else:
+                recorder.put(step.tokens, sequence, step)
         found = recorder.decoded()
         if self._clock.is_deterministic:  # prices know whole rounds only, and no waiting is charged
             found = replace(found, drafting_seconds=None, waited_seconds=0.0)

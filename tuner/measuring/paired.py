@@ -5,6 +5,7 @@ With a batch size above 1 the unit is a batch of prompts, decoded in lockstep bo
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -19,16 +20,14 @@ from decoding.head_folder import HeadFolder
 from decoding.losslessness import Comparison, compare
 from decoding.profile import Decoding
 from decoding.target import Target
-from decoding.timing.draft_costs import measure_decoder_costs
+from decoding.timing.round_costs import measure_round_costs
 from studies.contract import Candidate
 from studies.measurement import Measurement, PromptSample
 from tuner.measuring.baseline import Baseline
 from tuner.measuring.clock import Clock, WallClock
 from tuner.measuring.contender import PLAIN
-from tuner.measuring.contract import OnSample
-from tuner.measuring.decoders import MOST_KEPT, DecoderPool
 from tuner.measuring.own_decoding import OwnDecoding, SamplingSettings
-from tuner.measuring.turns import WARM_UP_TOKENS, Interleaved, PairedBench, Texts
+from tuner.measuring.turns import WARM_UP_TOKENS, Interleaved, OnSample, PairedBench, Texts
 
 MOST_TIMES_SLOWER = 20
 """A candidate that takes this many times as long as plain decoding is not measured."""
@@ -36,8 +35,45 @@ LEAST_SECONDS_TO_REFUSE = 0.1
 """Seconds per token below which a candidate is measured, however slow it is: it costs little, and other load may be the cause."""
 
 
+MOST_KEPT = 6
+"""Drafts whose decoders are kept. The finalists of a race take turns: fewer than their number would keep none of them."""
+
+
 class FarTooSlowError(Exception):
     """A candidate that is many times slower than plain decoding."""
+
+
+class DecoderPool:
+    """Decoders by draft; the draft that was used longest ago is dropped first, and its recordings with it."""
+
+    def __init__(
+        self,
+        target: Target,
+        decoding: Decoding = Decoding(),
+        *,
+        heads: HeadFolder | None = None,
+        most: int = MOST_KEPT,
+    ) -> None:
+        self._target, self._decoding, self._heads = target, decoding, heads
+        self._most = most
+        self._kept: OrderedDict[Draft, Decoder] = OrderedDict()
+
+    def get(self, draft: Draft, rule: DraftLengthRule) -> Decoder:
+        """Return a decoder with a fresh controller, which runs the same parts of the model as earlier ones of this draft.
+
+        Raises ValueError for layers that the target does not have, and `ExitHeadError` for a missing or wrong head.
+        """
+        kept = self._kept.get(draft)
+        if kept is None:
+            kept = self._kept[draft] = Decoder(self._target, draft, rule, self._decoding, heads=self._heads)
+        self._kept.move_to_end(draft)
+        while len(self._kept) > self._most:
+            self._kept.popitem(last=False)
+        return kept.with_rule(rule)
+
+    def clear(self) -> None:
+        """Drop all decoders, to free the memory of their recordings."""
+        self._kept.clear()
 
 
 class Bench(PairedBench):
@@ -186,10 +222,10 @@ class Bench(PairedBench):
         if not isinstance(rule, CostAwareRule) or rule.costs is not None:
             return rule
         costs = self._costs.get(draft)
+        if decoder.drafter is None:
+            return rule
         if costs is None or len(costs.verify) <= rule.max_tokens:
-            costs = measure_decoder_costs(decoder, rule.max_tokens, num_sequences=self.batch_size)
-            if costs is None:  # plain decoding has none
-                return rule
+            costs = measure_round_costs(self.target, decoder.drafter, rule.max_tokens, num_sequences=self.batch_size)
             self._costs[draft] = costs
         return rule.with_costs(costs)
 

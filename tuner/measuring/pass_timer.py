@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -11,14 +10,12 @@ import torch
 from torch import Tensor
 
 from decoding.acceptance import Greedy
-from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller, Looking
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafts import LayerSkip
-from decoding.lockstep import Lockstep
 from decoding.target import DraftVocabulary, ResumeView, TappedView, Target
-from decoding.text import Shaping, TokenSequence
-from decoding.timing.stopwatch import ReadSeconds, Stopwatch
+from decoding.text import Shaping
+from decoding.timing.passes import Prompted, PromptedBatch
 from studies.costs.terms import DraftStep, Pass
 
 MOST_STEPS = 8
@@ -26,21 +23,19 @@ MOST_STEPS = 8
 
 
 class PassTimer:
-    """Times passes, each from the same state after a prompt of random tokens. Views and prompts are kept until `close`.
+    """Times passes, each from the same state after a prompt of random tokens. A context, which keeps views and prompts meanwhile.
 
     `most_tokens`, at least 2, are the most positions of a pass. With `num_sequences` above 1 a pass runs that many sequences in
     lockstep, all after the same number of tokens. Call within `torch.inference_mode`.
     """
 
-    def __init__(
-        self, target: Target, *, most_tokens: int, seed: int, clock: ReadSeconds, num_sequences: int = 1
-    ) -> None:
-        self._target, self._watch = target, Stopwatch(target.device, clock)
-        self._room, self._seed, self._num_texts = most_tokens, seed, num_sequences
+    def __init__(self, target: Target, *, most_tokens: int, seed: int, num_sequences: int = 1) -> None:
+        self._target, self._room, self._seed, self._num_texts = target, most_tokens, seed, num_sequences
         # Plain dictionaries: a cached method would refer to itself, and keep all this until a garbage collection.
         self._drafters: dict[tuple[LayerSkip, int | None], LayerSkipDrafter] = {}
         self._views: dict[int, ResumeView] = {}
-        self._batches: dict[int, _Batch] = {}
+        self._batches: dict[int, PromptedBatch] = {}
+        self._states: dict[tuple[int, int], dict[Prompted, Tensor]] = {}
         self._prepared = set[Pass]()
 
     def __enter__(self) -> Self:
@@ -49,11 +44,7 @@ class PassTimer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Drop the views and prompts, and with them their recordings and memory."""
-        for kept in (self._drafters, self._views, self._batches, self._prepared):
+        for kept in (self._drafters, self._views, self._batches, self._states, self._prepared):
             kept.clear()
 
     def __call__(self, each: Pass) -> float:
@@ -67,38 +58,36 @@ class PassTimer:
         return self._time(each)
 
     def _time(self, each: Pass) -> float:
-        batch = self._batch_after(int(each.context))
+        context = int(each.context)
+        if context not in self._batches:
+            self._batches[context] = self._read(context)
+        batch = self._batches[context]
         if isinstance(each, DraftStep):
             return self._draft(each, batch)
         if each.boundary and each.width > 1:
-            return self._resumed(each.width, each.boundary, batch)
-        return self._seconds(
-            batch, lambda sequence: self._target.forward(sequence.ahead(each.width), sequence.cache, sequence.start)
+            return batch.seconds(self._resumed(each.width, each.boundary, context))
+        return batch.seconds(
+            lambda sequence: self._target.forward(sequence.ahead(each.width), sequence.cache, sequence.cache.length)
         )
 
-    def _draft(self, each: DraftStep, batch: _Batch) -> float:
+    def _read(self, context: int) -> PromptedBatch:
+        stream, shape = torch.Generator().manual_seed(self._seed), (self._num_texts, context + self._room)
+        texts = [
+            torch.randint(self._target.config.vocab_size, shape[1:], generator=stream).tolist() for _ in range(shape[0])
+        ]
+        return PromptedBatch(self._target, texts, context, shape[1])
+
+    def _draft(self, each: DraftStep, batch: PromptedBatch) -> float:
         skip, num_sublayers = each.skip, 2 * self._target.num_layers
         drafter = self._drafter(skip, each.num_tokens)
         run = num_sublayers - len(skip.skip_attention) - len(skip.skip_mlp)
         steps = min(round(num_sublayers / max(run, 1)), MOST_STEPS, self._room - 1)
 
-        def draft(sequence: _Sequence) -> None:
+        def draft(sequence: Prompted) -> None:
             controller = Looking(steps) if each.looks else Controller(steps)
             drafter.draft(sequence.text, sequence.cache, controller, Shaping(), Greedy(), steps)
 
-        return self._seconds(batch, draft) / steps
-
-    def _resumed(self, width: int, boundary: int, batch: _Batch) -> float:
-        view = self._view(boundary)
-        states = batch.states(boundary, self._room)
-
-        def verify(sequence: _Sequence) -> None:
-            view.forward(sequence.ahead(width), sequence.cache, sequence.start, states[sequence][..., : width - 1, :])
-
-        return self._seconds(batch, verify)
-
-    def _seconds(self, batch: _Batch, work: Callable[[_Sequence], object]) -> float:
-        return self._watch.time(lambda: batch.all(work))
+        return batch.seconds(draft) / steps
 
     def _drafter(self, skip: LayerSkip, num_tokens: int | None) -> LayerSkipDrafter:
         key = skip, num_tokens
@@ -107,72 +96,27 @@ class PassTimer:
             self._drafters[key] = LayerSkipDrafter(self._target, skip, vocabulary=vocabulary or None)
         return self._drafters[key]
 
-    def _view(self, boundary: int) -> ResumeView:
-        if boundary not in self._views:
-            self._views[boundary] = ResumeView(self._target, boundary)
-        return self._views[boundary]
+    def _resumed(self, width: int, boundary: int, context: int) -> Callable[[Prompted], object]:
+        """Return a verification that resumes at block `boundary`."""
+        view = self._views.setdefault(boundary, ResumeView(self._target, boundary))
+        states = self._states_before(boundary, context)
 
-    def _batch_after(self, context: int) -> _Batch:
-        """Return the sequences of `context` tokens, read at the first call."""
-        if context not in self._batches:
-            self._batches[context] = self._read(context)
-        return self._batches[context]
+        def verify(sequence: Prompted) -> None:
+            known = states[sequence][..., : width - 1, :]
+            view.forward(sequence.ahead(width), sequence.cache, sequence.cache.length, known)
 
-    def _read(self, context: int) -> _Batch:
-        stream, length = torch.Generator().manual_seed(self._seed), context + self._room
-        texts = [
-            torch.randint(self._target.config.vocab_size, (length,), generator=stream).tolist()
-            for _ in range(self._num_texts)
-        ]
-        return _Batch(self._target, texts, context)
+        return verify
 
+    def _states_before(self, boundary: int, context: int) -> dict[Prompted, Tensor]:
+        """Return the input of block `boundary` at the next positions of each sequence, [.., positions, hidden]."""
+        key = boundary, context
+        if key not in self._states:
+            view, states = TappedView(self._target, boundary), dict[Prompted, Tensor]()
 
-class _Sequence:
-    """A sequence that the model has read up to its last token, the tokens that follow, and its cache."""
+            def keep(sequence: Prompted) -> None:
+                tokens = sequence.ahead(self._room)
+                _, states[sequence] = view.forward(tokens, sequence.cache, sequence.cache.length)
 
-    def __init__(self, target: Target, token_ids: Sequence[int], following: Sequence[int], cache: KVCache) -> None:
-        self.text = TokenSequence(token_ids, len(token_ids) + len(following), target.device, cache.company)
-        self.text.write_drafts(following)
-        self.start = len(token_ids) - 1
-        self.cache = cache
-
-    def ahead(self, width: int) -> Tensor:
-        """Return the next `width` tokens, [1, width]."""
-        return self.text.span(self.start, self.start + width)
-
-
-class _Batch:
-    """Sequences in lockstep, each with `context` tokens that the model has read."""
-
-    def __init__(self, target: Target, texts: Sequence[Sequence[int]], context: int) -> None:
-        self._target = target
-        capacity = len(texts[0])
-        self._lockstep = Lockstep(target, len(texts), capacity)
-        self._states: dict[int, dict[_Sequence, Tensor]] = {}
-        caches = [self._lockstep.new_cache(row, capacity) for row in range(len(texts))]
-        self._sequences = [
-            _Sequence(target, text[: context + 1], text[context + 1 :], cache)
-            for text, cache in zip(texts, caches, strict=True)
-        ]
-
-        def read(sequence: _Sequence) -> None:
-            target.forward(sequence.text.span(0, sequence.start), sequence.cache, 0, last_only=True)
-            sequence.cache.length = sequence.start
-
-        self.all(read)
-
-    def all(self, work: Callable[[_Sequence], object]) -> None:
-        """Do the work for every sequence, in lockstep."""
-        self._lockstep.run_to_end([partial(work, sequence) for sequence in self._sequences])
-
-    def states(self, boundary: int, width: int) -> dict[_Sequence, Tensor]:
-        """Return the input of block `boundary` at the next `width` positions of each sequence, [.., width, hidden]."""
-        if boundary not in self._states:
-            view, states = TappedView(self._target, boundary), dict[_Sequence, Tensor]()
-
-            def keep(sequence: _Sequence) -> None:
-                _, states[sequence] = view.forward(sequence.ahead(width), sequence.cache, sequence.start)
-
-            self.all(keep)
-            self._states[boundary] = states
-        return self._states[boundary]
+            self._batches[context].all(keep)
+            self._states[key] = states
+        return self._states[key]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from decoding.losslessness import Comparison
 from decoding.memory import without_garbage_collection
+from studies.contract import Candidate
 from studies.measurement import BatchTexts, Measurement, PairedPrefill, PromptSample, sum_repeats
 from tuner.measuring.baseline import Baseline
 from tuner.measuring.contender import PLAIN, Contender, Decoded, Prompts, reason_of
@@ -18,12 +20,27 @@ from tuner.measuring.contender import PLAIN, Contender, Decoded, Prompts, reason
 WARM_UP_TOKENS = 8
 """Tokens that a contender decodes before it is timed, so that one-off work (compiling, measuring) is done."""
 
+OnSample = Callable[[PromptSample], None]
 OnTurn = Callable[[int, Mapping[str, Decoded]], None]
 """Receives the index of a batch, and what each contender decoded for it; may raise to stop."""
 Texts = Mapping[str, tuple[int, ...]]
 """The sequences that the contenders decoded for one prompt in one turn, by name."""
 Judge = Callable[[str, int, Texts], Comparison]
 """Compares the sequence of a contender, by name, for the prompt of a row, with that of plain decoding."""
+
+
+class Measuring(Protocol):
+    """Measures candidates against plain decoding on prompts, or on batches of them: what searches, races and benchmarks ask for."""
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """Indices of the measurable prompts or batches."""
+
+    def measure(self, candidate: Candidate, indices: Sequence[int], on_sample: OnSample = ...) -> Measurement:
+        """Measure a candidate at these indices; `on_sample` receives each sample and may raise to stop."""
+
+    def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:
+        """Return the candidate with its rule warmed up at these indices, if the rule is adaptive."""
 
 
 class Interleaved:

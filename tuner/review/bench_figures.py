@@ -21,11 +21,14 @@ def read_comparison(path: Path, name: str) -> StockComparison:
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        profile, comparison = str(found["profile"]), _comparison(found)
+        engine, profile = found.get("engine"), str(found["profile"])
+        comparison = _comparison(found) if engine is None else None
     except OSError as cause:
         raise ConfigError(f"cannot read {path}: {cause.strerror}") from None
-    except (ValueError, KeyError, TypeError, ValidationError):
+    except (AttributeError, ValueError, KeyError, TypeError, ValidationError):
         raise ConfigError(f"{path} is no bench.json of this version: `sdtune bench` writes one") from None
+    if comparison is None:
+        raise ConfigError(f"{path} is a bench in {engine}: give one of `sdtune bench` without --engine")
     if profile != name:
         raise ConfigError(f"{path} is a bench of the profile {profile!r}, not of {name!r}")
     return comparison

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from studies.contract import Candidate, TrialRecord, TrialState, best_trials
 from studies.measurement import Measurement, PromptSample
 from tuner.config import FEWEST_SAMPLES, SearchConfig
-from tuner.measuring.contract import Measuring
+from tuner.measuring.turns import Measuring
 from tuner.progress import Progress
 from tuner.search.race import Finalist, race
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tuner.engines.registry import find_engine
-from tuner.engines.rules import EngineRules
+from tuner.engines.candidates import EngineRules
+from tuner.engines.contract import find_engine
 from tuner.errors import ConfigError
 from tuner.export.engines.registry import load_engine
 from tuner.export.run import model_folder_of
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tuner.config import SearchConfig
     from tuner.engines.contract import EngineProgram
     from tuner.inputs.models import Loaded
-    from tuner.measuring.contract import Measuring, OnSample
+    from tuner.measuring.turns import Measuring, OnSample
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from tuner.errors import EngineError, ExportError
 if TYPE_CHECKING:
     from studies.measurement import Measurement
     from tuner.engines.bench import EngineBench
+    from tuner.engines.candidates import EngineRules
     from tuner.engines.contract import EngineProgram
-    from tuner.engines.rules import EngineRules
     from tuner.progress import Progress
 
 HEAT = 2

@@ -10,7 +10,7 @@ from tuner.heads.distill import MOST_EVALUATED, distil_and_track, num_training_p
 from tuner.heads.memory import heads_that_fit
 from tuner.heads.time_plan import distillation_time
 from tuner.inputs.memory import ModelSize, free_bytes
-from tuner.measuring.pulse import Pulse
+from tuner.measuring.baseline import Pulse
 from tuner.progress import Progress
 from tuner.search.budget import enough
 from tuner.search.task import Task, token_ids

@@ -19,7 +19,7 @@ from decoding.errors import first_line
 from studies.contract import Candidate, Study, TrialRecord, TrialState
 from studies.measurement import Measurement, PromptSample
 from tuner.freed_memory import large_blocks_given_back
-from tuner.measuring.contract import Measuring
+from tuner.measuring.turns import Measuring
 from tuner.search.budget import Limit
 from tuner.search.storage import FAILURES, StoredStudy
 

@@ -10,7 +10,7 @@ from decoding.drafts import DraftDocument, EarlyExit
 from decoding.lockstep import shared_batch_size
 from studies.contract import Problem, TrialRecord
 from studies.costs.table import CostTable
-from tuner.measuring.cost_cache import cost_table
+from tuner.measuring.cost_table import cost_table
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 from tuner.search.task import Task

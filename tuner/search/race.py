@@ -15,7 +15,7 @@ from scipy import stats
 
 from studies.contract import TrialRecord
 from studies.measurement import Measurement, pooled
-from tuner.measuring.contract import Measuring
+from tuner.measuring.turns import Measuring
 
 LAP = 4
 """Prompts between two checks for dropouts."""

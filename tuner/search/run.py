@@ -24,9 +24,9 @@ from tuner.errors import SearchError, TrackingError, without_password
 from tuner.inputs.environment import device_name, git_revision, versions
 from tuner.inputs.memory import explained_shortage
 from tuner.inputs.prompts import Prompt
+from tuner.measuring.baseline import measure_pulse
 from tuner.measuring.machine import wait_until_quiet
 from tuner.measuring.paired import Bench
-from tuner.measuring.pulse import measure_pulse
 from tuner.progress import Progress
 from tuner.review.verdict import verdict
 from tuner.search.budget import PAIRED, PLAIN_SHARE, WRITING_SECONDS, End, enough, halved

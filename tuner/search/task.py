@@ -29,9 +29,8 @@ from tuner.inputs.prompts import Prompt, PromptSet, search_prompts
 from tuner.inputs.rows import open_rows
 from tuner.measuring.baseline import decode_baseline
 from tuner.measuring.clock import PriceList, WallClock
-from tuner.measuring.decoders import MOST_KEPT
 from tuner.measuring.machine import MachineWatch
-from tuner.measuring.paired import Bench
+from tuner.measuring.paired import MOST_KEPT, Bench
 from tuner.output_paths import check_folder_writable, check_writable
 from tuner.progress import Progress
 from tuner.search.budget import LEAST_LEFT, WRITING_SECONDS, Budget

@@ -1,7 +1,8 @@
-"""The micro-benchmark of a round, on a clock that the passes themselves move; and the decoder that asks for it."""
+"""The costs of a round, on a clock that the passes themselves move, and the rules that ask for them."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,19 @@ from torch import Tensor
 
 from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
-from decoding.draft_length import (
-    Controller,
-    RoundCosts,
-)
+from decoding.draft_length import BetaThompson, Controller, CostAwareRule, DraftLengthRule, Fixed, RoundCosts
 from decoding.drafters.build import build_drafter
 from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafters.lookup_first import LookupFirst
 from decoding.drafters.prompt_lookup import CopyDrafter
-from decoding.drafts import LayerSkip, Lookup, PromptLookup, SuffixDraft
+from decoding.drafts import Draft, LayerSkip, Lookup, PlainDecoding, PromptLookup, SuffixDraft
 from decoding.head_folder import HeadFolder
+from decoding.profile import Decoding
 from decoding.runners.contract import Outputs, Part
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
-from decoding.timing.round_costs import LEAST_COST, MOST_SWEEPS, measure_round_costs
+from decoding.timing.round_costs import LEAST_COST, MOST_SWEEPS, measure_round_costs, with_measured_costs
 from tests.support.heads import write_heads
 from tests.support.shared_passes import watch_shared_passes
 from tests.support.tiny import tiny_target
@@ -40,7 +39,7 @@ class Clock:
 
     seconds: float = 0.0
 
-    def __call__(self) -> float:
+    def read(self) -> float:
         return self.seconds
 
 
@@ -103,65 +102,61 @@ class TimedTarget(Target):
         return Outputs(torch.zeros(1, 2), None)
 
 
-def measure(max_tokens: int, **settings: object) -> RoundCosts:
-    clock = Clock()
-    return measure_round_costs(TimedTarget(clock), TimedDrafter(clock, **settings), max_tokens, clock=clock)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of all that is measured."""
+    planted = Clock()
+    monkeypatch.setattr(time, "perf_counter", planted.read)
+    return planted
 
 
-def test_costs_are_in_plain_passes_and_widths_are_interpolated() -> None:
-    costs = measure(9)
+def measure(clock: Clock, max_tokens: int, **settings: Any) -> RoundCosts:
+    return measure_round_costs(TimedTarget(clock), TimedDrafter(clock, **settings), max_tokens)
+
+
+def test_costs_are_in_plain_passes_and_widths_are_interpolated(clock: Clock) -> None:
+    costs = measure(clock, 9)
     assert costs.draft_step == 0.25  # 0.5 s of 2 s
     # (2 + 0.1 n^2) s of 2 s at 0, 1, 2, 3, 4, 6, 8, 9; half-way between 1.8 and 2.8, and between 2.8 and 4.2.
     assert costs.verify == pytest.approx((1.0, 1.05, 1.2, 1.45, 1.8, 2.3, 2.8, 3.5, 4.2, 5.05))
+    assert len(measure(clock, 64).verify) == 65
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 5, 8, 16, 64])
-def test_every_length_up_to_the_longest_has_a_cost(max_tokens: int) -> None:
-    assert len(measure(max_tokens).verify) == max_tokens + 1
+def test_disturbed_passes_do_not_count(clock: Clock) -> None:
+    quiet = measure(clock, 8)
+    assert measure(clock, 8, disturbed={(0, 2): 50.0, (1, 2): 50.0, (1, 4): 50.0, (4, 0): 50.0}) == quiet
+    always = measure(clock, 8, disturbed={(sweep, 3): 50.0 for sweep in range(MOST_SWEEPS)}).verify
+    assert always[3] == always[4] == pytest.approx(1.8), "no more than a wider one"
+    assert always[:3] == quiet.verify[:3]
 
 
-def test_disturbed_passes_do_not_count() -> None:
-    assert measure(8, disturbed={(0, 2): 50.0, (1, 2): 50.0, (1, 4): 50.0, (4, 0): 50.0}) == measure(8)
+def test_load_that_slows_everything_alike_changes_nothing(clock: Clock) -> None:
+    slow = tuple(3 * (2.0 + 0.1 * n**2) for n in range(65))
+    target = TimedTarget(clock)
+    target.plain_seconds = 6.0
+    drafter = TimedDrafter(clock, draft_seconds=1.5, verify_seconds=slow)
+    assert measure_round_costs(target, drafter, 9) == measure(clock, 9)
 
 
-def test_pass_that_was_always_disturbed_costs_no_more_than_a_wider_one() -> None:
-    disturbed = {(sweep, 3): 50.0 for sweep in range(MOST_SWEEPS)}
-    verify = measure(8, disturbed=disturbed).verify
-    assert verify[3] == verify[4] == pytest.approx(1.8)
-    assert verify[:3] == measure(8).verify[:3]
-
-
-def test_draft_too_fast_for_the_clock_still_costs_something() -> None:
-    assert measure(4, draft_seconds=0.0).draft_step == LEAST_COST
-
-
-def test_clock_that_stands_still_makes_all_passes_alike_and_ends() -> None:
-    clock = Clock()
+def test_what_is_too_short_for_the_clock_still_costs_something(clock: Clock) -> None:
+    assert measure(clock, 4, draft_seconds=0.0).draft_step == LEAST_COST
+    # Each on a clock of its own, so that the one that is read stands still.
     drafter = TimedDrafter(Clock())
-    costs = measure_round_costs(TimedTarget(Clock()), drafter, 2, clock=clock)
+    costs = measure_round_costs(TimedTarget(Clock()), drafter, 2)
     assert costs == RoundCosts(draft_step=0.5, verify=(1.0, 1.0, 1.0))  # a draft of two as long as one of one
     assert drafter.asked == [0, 1, 2, 2] * MOST_SWEEPS  # the longest again, looked at
 
 
 @pytest.mark.parametrize(("budget_seconds", "num_sweeps"), [(0.0, 5), (1143.9, 5), (1144.1, 6), (1e9, MOST_SWEEPS)])
-def test_sweeps_are_repeated_until_the_time_is_spent(budget_seconds: float, num_sweeps: int) -> None:
-    clock = Clock()
+def test_sweeps_are_repeated_until_the_time_is_spent(clock: Clock, budget_seconds: float, num_sweeps: int) -> None:
     drafter = TimedDrafter(clock)
     # Reading the prompt takes 1000 s, a sweep 12 s for six plain steps, 4.5 s to draft and 12.3 s to verify: five end at 1144 s.
-    measure_round_costs(TimedTarget(clock), drafter, 3, budget_seconds=budget_seconds, clock=clock)
+    measure_round_costs(TimedTarget(clock), drafter, 3, budget_seconds=budget_seconds)
     assert drafter.asked == [0, 1, 2, 3, 3] * num_sweeps
 
 
-def test_load_that_slows_everything_alike_changes_nothing() -> None:
-    clock = Clock()
-    drafter = TimedDrafter(clock, draft_seconds=1.5, verify_seconds=tuple(3 * (2.0 + 0.1 * n**2) for n in range(65)))
-    target = TimedTarget(clock)
-    target.plain_seconds = 6.0
-    assert measure_round_costs(target, drafter, 9, clock=clock) == measure(9)
-
-
-def test_extra_time_of_the_first_draft_step_counts_as_verification() -> None:
-    costs, even = measure(4, first_seconds=0.6), measure(4)
+def test_extra_time_of_the_first_draft_step_counts_as_verification(clock: Clock) -> None:
+    costs, even = measure(clock, 4, first_seconds=0.6), measure(clock, 4)
     for num_drafted in range(1, 5):
         # 0.5 s a step and 0.6 s more for the first, of 2 s for a plain one.
         assert costs.of(num_drafted) == pytest.approx(even.of(num_drafted) + 0.3, abs=2e-4)
@@ -169,8 +164,8 @@ def test_extra_time_of_the_first_draft_step_counts_as_verification() -> None:
     assert costs.draft_step == pytest.approx(0.25 + 0.3 / 4)
 
 
-def test_a_rule_that_looks_at_each_token_pays_for_it() -> None:
-    costs, blind = measure(4, look_seconds=0.3), measure(4)
+def test_a_rule_that_looks_at_each_token_pays_for_it(clock: Clock) -> None:
+    costs, blind = measure(clock, 4, look_seconds=0.3), measure(clock, 4)
     assert costs.look == pytest.approx(0.15)  # 0.3 s of 2 s
     assert (costs.draft_step, costs.verify) == (blind.draft_step, blind.verify)
     assert blind.look == 0.0
@@ -178,45 +173,39 @@ def test_a_rule_that_looks_at_each_token_pays_for_it() -> None:
     assert costs.looking().look == 0.0, "paid once"
 
 
-def test_every_draft_begins_after_the_same_text() -> None:
-    clock = Clock()
-    drafter = TimedDrafter(clock)
-    measure_round_costs(TimedTarget(clock), drafter, 4, prompt_length=10, clock=clock)
-    assert drafter.positions == {(10, 11)}
-
-
 @pytest.mark.parametrize(
     ("context_length", "max_tokens", "position", "longest"),
     [(256, 8, 64, 8), (40, 8, 31, 8), (12, 16, 1, 10), (3, 8, 1, 1)],
 )
 def test_prompt_gives_way_to_the_drafts_and_the_drafts_to_the_context(
-    context_length: int, max_tokens: int, position: int, longest: int
+    clock: Clock, context_length: int, max_tokens: int, position: int, longest: int
 ) -> None:
-    clock = Clock()
     target, drafter = TimedTarget(clock), TimedDrafter(clock)
     target.config.max_position_embeddings = context_length
-    costs = measure_round_costs(target, drafter, max_tokens, clock=clock)
+    costs = measure_round_costs(target, drafter, max_tokens)
     assert drafter.positions == {(position, position + 1)}
     assert max(drafter.asked) == len(costs.verify) - 1 == longest
 
 
-def test_drafter_that_proposes_fewer_tokens_is_measured_as_far_as_it_goes() -> None:
-    costs = measure(8, most=3)
+def test_drafter_is_measured_as_far_as_it_goes(clock: Clock) -> None:
+    costs = measure(clock, 8, most=3)
     assert costs.draft_step == 0.25
     assert costs.verify == pytest.approx((1.0, 1.05, 1.2, 1.45))
-
-
-def test_drafter_that_proposes_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="not a single token was drafted"):
-        measure(8, most=0)
+        measure(clock, 8, most=0)
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        measure(clock, 0)
 
 
-@pytest.mark.parametrize("wrong", ["max_tokens", "num_sequences", "prompt_length"])
-def test_numbers_below_one_are_refused(wrong: str) -> None:
-    target = tiny_target()
-    numbers = {"max_tokens": 8, "num_sequences": 1, "prompt_length": 64, wrong: 0}
-    with pytest.raises(ValueError, match=f"{wrong} must be at least 1, got 0"):
-        measure_round_costs(target, LayerSkipDrafter(target, SKIP), **numbers)
+def test_of_a_lookup_in_front_nothing_is_measured(clock: Clock) -> None:
+    drafter = LookupFirst(TimedDrafter(clock), Lookup())
+    assert measure_round_costs(TimedTarget(clock), drafter, 9) == measure(clock, 9)
+
+
+def test_texts_that_take_turns_cost_each_what_one_does(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = TimedTarget(clock), TimedDrafter(clock)
+    monkeypatch.setattr(Target, "unbatchable_reason", "for the sake of the test")
+    assert measure_round_costs(target, drafter, 9, num_sequences=4) == measure(clock, 9)
 
 
 @pytest.mark.parametrize("prefix_reuse", [True, False])
@@ -234,54 +223,47 @@ def test_rounds_of_several_texts_are_passes_of_all(prefix_reuse: bool, monkeypat
     assert [positions for _, positions in asked[: len(sweep)]] == sweep
 
 
-def test_rounds_of_several_texts_are_measured_with_whatever_drafts(tmp_path: Path) -> None:
-    target = tiny_target()
+def test_whatever_drafts_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    target, before = tiny_target(), torch.get_rng_state()
     head = build_drafter(target, write_heads(target, tmp_path, [3])[3], heads=HeadFolder(target, tmp_path))
     assert head is not None
-    for drafter in (head, CopyDrafter(target, PromptLookup())):
-        costs = measure_round_costs(target, drafter, 3, num_sequences=2, budget_seconds=0.0)
-        assert len(costs.verify) == 4
-        assert min(costs.verify) > LEAST_COST
-
-
-def test_texts_that_take_turns_cost_each_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    target, drafter = TimedTarget(clock), TimedDrafter(clock)
-    monkeypatch.setattr(Target, "unbatchable_reason", "for the sake of the test")
-    assert measure_round_costs(target, drafter, 9, num_sequences=4, clock=clock) == measure(9)
-
-
-@pytest.mark.parametrize("prefix_reuse", [True, False])
-def test_real_drafter_is_measured_and_left_as_it_was(prefix_reuse: bool) -> None:
-    target = tiny_target()
-    drafter: Drafter = LayerSkipDrafter(target, SKIP, prefix_reuse=prefix_reuse)
-    before = torch.get_rng_state()
-    costs = measure_round_costs(target, drafter, 5, budget_seconds=0.0)
-    assert len(costs.verify) == 6
-    assert costs.verify[0] > LEAST_COST
-    assert list(costs.verify) == sorted(costs.verify)
-    assert costs.draft_step > LEAST_COST
+    drafters: list[Drafter] = [LayerSkipDrafter(target, SKIP), head, CopyDrafter(target, SuffixDraft())]
+    drafters += [CopyDrafter(target, PromptLookup(max_ngram=n, min_ngram=n)) for n in (2, 32)]
+    for drafter in drafters:
+        for num_sequences in (1, 2):
+            costs = measure_round_costs(target, drafter, 5, num_sequences=num_sequences, budget_seconds=0.0)
+            assert len(costs.verify) == 6
+            assert list(costs.verify) == sorted(costs.verify)
+            assert min(costs.verify[0], costs.draft_step) >= LEAST_COST
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("lookup", [PromptLookup(), PromptLookup(max_ngram=32, min_ngram=32), SuffixDraft()])
-def test_copies_up_to_the_longest_are_measured_on_a_repetitive_prompt(lookup: PromptLookup | SuffixDraft) -> None:
+MEASURED = RoundCosts(draft_step=0.2, verify=(1.0, 1.1))
+
+
+@pytest.mark.parametrize(
+    ("draft", "rule", "ready", "num_measured"),
+    [
+        (SKIP, BetaThompson(max_tokens=5), BetaThompson(max_tokens=5, costs=MEASURED), 1),
+        (SKIP, BetaThompson(costs=MEASURED), BetaThompson(costs=MEASURED), 0),
+        (SKIP, Fixed(max_tokens=3), Fixed(max_tokens=3), 0),
+        (PlainDecoding(), BetaThompson(), BetaThompson(), 0),
+    ],
+)
+def test_costs_are_measured_once_where_a_rule_lacks_them(
+    draft: Draft, rule: DraftLengthRule, ready: DraftLengthRule, num_measured: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def stand_in(target: Target, drafter: Drafter, max_tokens: int) -> RoundCosts:
+        asked.append(max_tokens)
+        return MEASURED
+
+    monkeypatch.setattr("decoding.timing.round_costs.measure_round_costs", stand_in)
     target = tiny_target()
-    costs = measure_round_costs(target, CopyDrafter(target, lookup), 9, budget_seconds=0.0)
-    assert len(costs.verify) == 10
-    assert LEAST_COST <= costs.draft_step < costs.verify[0]
-
-
-@pytest.mark.parametrize(("context_length", "longest"), [(256, 8), (12, 8), (3, 1)])
-def test_copies_are_measured_in_a_short_context_too(context_length: int, longest: int) -> None:
-    target = tiny_target()
-    target.config.max_position_embeddings = context_length
-    drafter = CopyDrafter(target, PromptLookup())
-    costs = measure_round_costs(target, drafter, 8, budget_seconds=0.0)
-    assert len(costs.verify) == longest + 1
-
-
-def test_of_a_lookup_in_front_nothing_is_measured() -> None:
-    clock = Clock()
-    drafter = LookupFirst(TimedDrafter(clock), Lookup())
-    assert measure_round_costs(TimedTarget(clock), drafter, 9, clock=clock) == measure(9)
+    found = with_measured_costs(target, draft, rule, Decoding())
+    assert found == ready
+    assert asked == [rule.max_tokens] * num_measured
+    if isinstance(rule, CostAwareRule) and num_measured:
+        with pytest.raises(ValueError, match="'beta_thompson' has no costs"):
+            rule.controller()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from decoding.cache.kv_cache import KVCache
 from decoding.lockstep import Lockstep
 from decoding.target import Target
-from decoding.timing.runner_choice import NUM_SWEEPS, fastest_runner
+from decoding.timing.runner_choice import fastest_runner
 from tests.support.families import build
 from tests.support.tiny import tiny_llama
 
@@ -28,13 +30,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         return honest(self, token_ids, cache, start, **settings)
 
     monkeypatch.setattr(Target, "forward", forward)
+    monkeypatch.setattr(time, "perf_counter", lambda: seconds["now"])
     return seconds
 
 
 @pytest.mark.parametrize(("static", "chosen"), [(0.5, "static"), (2.0, "eager")])
 def test_auto_takes_the_one_that_was_faster(clock: dict[str, float], static: float, chosen: str) -> None:
     clock["static"] = static
-    choice = fastest_runner(tiny_llama(), clock=lambda: clock["now"])
+    choice = fastest_runner(tiny_llama())
     assert choice.target.runner.name == chosen
     assert f"{1 / static:.2f} times as fast as eager" in choice.reason
 
@@ -57,15 +60,16 @@ def test_passes_of_a_batch_are_timed_as_a_batch_runs_them(
     assert set(counted) == {num_together}
 
 
-def test_a_disturbed_sweep_does_not_decide(clock: dict[str, float]) -> None:
+def test_a_disturbed_sweep_does_not_decide(clock: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     clock["static"] = 0.5
-    jumps: Iterator[float] = iter([0.0] * 10 + [1e6] * 3 + [0.0] * (8 * NUM_SWEEPS))
+    jumps = chain([0.0] * 10, [1e6] * 3, repeat(0.0))
 
     def disturbed() -> float:
         clock["now"] += next(jumps)
         return clock["now"]
 
-    assert fastest_runner(tiny_llama(), clock=disturbed).target.runner.name == "static"
+    monkeypatch.setattr(time, "perf_counter", disturbed)
+    assert fastest_runner(tiny_llama()).target.runner.name == "static"
 
 
 def test_auto_says_why_a_model_is_run_as_it_is() -> None:

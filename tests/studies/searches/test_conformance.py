@@ -66,7 +66,7 @@ def problem(tmp_path_factory: pytest.TempPathFactory) -> Problem:
 @pytest.fixture(autouse=True)
 def cheap_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     cheap = partial(measure_round_costs, budget_seconds=0.0)
-    monkeypatch.setattr("decoding.timing.draft_costs.measure_round_costs", cheap)
+    monkeypatch.setattr("decoding.timing.round_costs.measure_round_costs", cheap)
 
 
 def settings_of(name: str, **given: Any) -> StudySettings:

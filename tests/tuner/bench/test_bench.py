@@ -25,9 +25,8 @@ from tests.support.records import sample
 from tests.support.refusals import refused
 from tests.support.shown import check_readable
 from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
-from tuner.bench.contenders import CONTENDERS, default_names
-from tuner.bench.modes import MODES
-from tuner.bench.report import bench_json, bench_picture, bench_table
+from tuner.bench.contenders import CONTENDERS, MODES, default_names
+from tuner.bench.report import bench_json, bench_table
 from tuner.bench.result import BenchResult, BenchVerdict, category_mean
 from tuner.cli.main import main
 from tuner.fields import PromptSettings
@@ -142,7 +141,6 @@ def test_all_contenders_write_plain_decodings_text_and_all_is_kept(
         assert word in table
         assert word in result.stdout
     assert "…" not in table
-    assert (workplace / "b" / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_a_list_the_static_cache_is_only_for_accelerators(
@@ -389,7 +387,7 @@ def test_what_code_of_others_drafts_is_not_known() -> None:
     assert figures["mean_acceptance_length"] == pytest.approx(1 + 8 / 5)
 
 
-def test_table_and_picture() -> None:
+def test_table() -> None:
     samples = [text_sample(2.0 + index, index) for index in range(3)]
     different = [each.model_copy(update={"identical": False, "tie": index == 1}) for index, each in enumerate(samples)]
     result = made_up(profile=samples, plain=samples, hf=different)
@@ -402,9 +400,6 @@ def test_table_and_picture() -> None:
     check_readable(bench_table(result), [(name, "1.00 [1.00, 1.00]") for name in ("profile", "hf")])
     assert any("left out: RuntimeError: no" in line for line in lines)
     assert any("a note" in line for line in lines)
-    picture = io.BytesIO()
-    bench_picture(result, picture)
-    assert picture.getvalue().startswith(b"\x89PNG")
 
 
 def printed(result: BenchResult) -> str:

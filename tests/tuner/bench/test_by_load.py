@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,19 +24,17 @@ from tests.support.engine_stub import write_llama_cpp
 from tests.support.profiles import save_profile
 from tests.support.refusals import refused
 from tests.support.tiny import write_tiny_prompts
-from tuner.bench.in_engine.report import engine_table
-from tuner.bench.in_engine.result import EngineDraft, EngineFigures, EngineResult, best_length
-from tuner.bench.settings_check import check_groups
+from tuner.bench.loads import DraftLoads, LoadFigures, ScheduleResult, best_length, check_groups, schedule_table
 from tuner.cli.main import main
-from tuner.engines.contender import EngineDecoding, engine_judge
+from tuner.engines.bench import EngineDecoding, engine_judge
 from tuner.engines.contract import DraftCounts, EngineProgram
-from tuner.engines.loopback import Client
+from tuner.engines.server import Client
 from tuner.errors import ConfigError
 from tuner.export.schedule import MeasuredSchedule, ScheduledLoad
 from tuner.measuring.baseline import Baseline
 
 
-def _figures(*plain_seconds: float, identical: bool = True) -> EngineFigures:
+def _figures(*plain_seconds: float, identical: bool = True) -> LoadFigures:
     """Rounds of 10 tokens that take a draft a second each."""
     samples = tuple(
         PromptSample(
@@ -52,8 +51,7 @@ def _figures(*plain_seconds: float, identical: bool = True) -> EngineFigures:
         )
         for number, seconds in enumerate(plain_seconds)
     )
-    measurement = Measurement(samples=samples)
-    return EngineFigures(2, measurement, measurement)
+    return LoadFigures(2, Measurement(samples=samples))
 
 
 def test_the_fastest_length_whose_interval_lies_above_1_is_chosen() -> None:
@@ -87,7 +85,9 @@ class _Answers(Client):
         return {"rounds": 3.0 * readings[0]}
 
 
-def test_requests_side_by_side_are_timed_from_the_first_request_to_the_last_answer() -> None:
+def test_requests_side_by_side_are_timed_from_the_first_request_to_the_last_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Engine:
         def continuation(self, client: Client, prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
             return (*prompt, num_tokens)
@@ -100,9 +100,8 @@ def test_requests_side_by_side_are_timed_from_the_first_request_to_the_last_answ
             return DraftCounts(int(counters["rounds"]), 2 * int(counters["rounds"]), int(counters["rounds"]))
 
     seconds = iter((10.0, 12.5))
-    server = EngineDecoding(
-        "draft", cast(EngineProgram, Engine()), _Answers(1, "engine"), by_load=True, clock=lambda: next(seconds)
-    )
+    monkeypatch.setattr(time, "perf_counter", lambda: next(seconds))
+    server = EngineDecoding("draft", cast(EngineProgram, Engine()), _Answers(1, "engine"), by_load=True)
     done = server.decode([(1, 2), (3, 4)], 9)
     assert done.texts == ((1, 2, 9), (3, 4, 9))
     assert (done.decode_seconds, done.decode_tokens, done.prefill_tokens) == (2.5, 6, 0)
@@ -141,7 +140,7 @@ def bench(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _document() -> dict[str, Any]:
-    return cast(dict[str, Any], json.loads(Path("bench/engine.json").read_text()))
+    return cast(dict[str, Any], json.loads(Path("bench/schedule.json").read_text()))
 
 
 def test_each_length_is_measured_at_each_number_of_sequences(bench: Bench) -> None:
@@ -152,16 +151,15 @@ def test_each_length_is_measured_at_each_number_of_sequences(bench: Bench) -> No
     assert "too many tokens to draft" in document["failed"]["40 tokens"]
     (draft,) = document["drafts"].values()
     assert "--spec-draft-n-max 2" in draft["flags"]
-    assert [(each["sequences"], each["samples"], each["texts"], each["identical"]) for each in draft["loads"]] == [
+    assert [(each["sequences"], len(each["samples"]), each["texts"], each["identical"]) for each in draft["loads"]] == [
         (1, 4, 4, 4),
         (2, 2, 4, 4),
     ]
     assert [each["num_draft_tokens"] for each in draft["loads"]] == [24, 24]
-    assert len(document["samples"]["2 tokens"]["2"]) == 2
     schedule = document["schedule"]
     assert schedule["entries"][0][0] == 1
     assert [load["sequences"] for load in schedule["loads"]] == [1, 2]
-    table = Path("bench/engine.txt").read_text()
+    table = Path("bench/schedule.txt").read_text()
     assert "requests side by side" in table
     assert "too many tokens to draft" in table
 
@@ -170,7 +168,7 @@ def test_a_different_text_is_an_error_and_never_scheduled(bench: Bench) -> None:
     done = bench("--sequences", "2", "--draft-tokens", "2", "--engine-args", "--wrong")
     refused(done, "4 texts differ", "llama.cpp's own plain decoding")
     assert _document()["schedule"]["entries"] == [[1, 2, 0]]
-    assert "decode plainly in llama.cpp" in " ".join(Path("bench/engine.txt").read_text().split())
+    assert "decode plainly in llama.cpp" in " ".join(Path("bench/schedule.txt").read_text().split())
 
 
 def test_an_engine_that_runs_no_length_is_an_error(bench: Bench) -> None:
@@ -209,13 +207,13 @@ def test_a_schedule_that_costs_more_than_it_gains_is_named() -> None:
         loads=loads,
     )
     at_loads = tuple(replace(_figures(1.0, 1.0), sequences=number) for number in (1, 8))
-    draft = EngineDraft("3 tokens", 3, (), at_loads, 1.0)
+    draft = DraftLoads("3 tokens", 3, (), at_loads, 1.0)
     console = Console(width=200, file=io.StringIO())
-    console.print(engine_table(EngineResult("vLLM", "0", (draft,), {}, {}, schedule=schedule), "vllm"))
+    console.print(schedule_table(ScheduleResult("vllm", "vLLM", "0", (draft,), {}, schedule, {})))
     text = cast(io.StringIO, console.file).getvalue()
     assert (
         "1 side by side, a server with the whole schedule is slower than one without a draft, 0.69 [0.51, 0.92]" in text
     )
     assert text.count("slower than one without") == 1
     assert "[[1, 1, 3], [2, 8, 0]]: 1 sequence: 3 tokens; from 2: plain decoding" in text
-    assert "sdtune export PROFILE --to vllm --schedule engine.json" in text
+    assert "sdtune export PROFILE --to vllm --schedule schedule.json" in text

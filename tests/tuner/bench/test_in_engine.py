@@ -16,6 +16,8 @@ from tests.support.profiles import save_profile
 from tests.support.refusals import refused
 from tests.support.tiny import write_tiny_prompts
 from tuner.cli.main import main
+from tuner.errors import ConfigError
+from tuner.review.bench_figures import read_comparison
 
 Bench = Callable[..., Result]
 
@@ -40,36 +42,42 @@ def test_the_export_is_measured_against_the_engines_plain_decoding(bench: Bench)
     Path("others.txt").write_text("# a comment\n--spec-type ngram-simple --model-draft {out}/draft.gguf\n--broken\n")
     done = bench("--set", "engine_settings=others.txt")
     assert done.exit_code == 0, done.output
-    document = json.loads(Path("bench/engine.json").read_text())
-    own, other = document["drafts"].values()
-    (profile,) = own["loads"]
+    document = json.loads(Path("bench/bench.json").read_text())
     assert document["engine_version"] == "11434 (abc)"
-    assert profile["speedup"]["value"] == pytest.approx(2.0)
-    assert (profile["rounds"], profile["num_draft_tokens"], profile["num_accepted_draft_tokens"]) == (12, 24, 16)
+    assert list(document["contenders"]) == ["profile", "plain", "flags 1"]
+    profile = document["contenders"]["profile"]
+    assert profile["over_plain"]["value"] == profile["profile_over_it"]["value"] * 2.0 == pytest.approx(2.0)
+    assert document["contenders"]["plain"]["profile_over_it"]["value"] == pytest.approx(2.0)
+    assert document["contenders"]["flags 1"]["over_plain"]["value"] == pytest.approx(2.5)
+    assert document["contenders"]["flags 1"]["profile_over_it"] is None, "they took no turns"
+    assert (profile["num_spec_steps"], profile["num_draft_tokens"], profile["num_accepted_draft_tokens"]) == (
+        12,
+        24,
+        16,
+    )
     assert (profile["identical"], profile["texts"]) == (4, 4)
-    assert profile["end_to_end_speedup"]["value"] < 2.0
-    assert "by sdtune's own decoder" in document["predicted"]["explanation"]
-    assert other["flags"] == "--spec-type ngram-simple --model-draft export/draft.gguf"
-    assert "invalid argument" in document["failed"]["--broken"]
-    assert len(document["samples"]["profile"]["1"]) == 4
+    assert profile["end_to_end"]["over_plain"]["value"] < 2.0
+    flags = document["contenders"]["flags 1"]["settings"]["flags"]
+    assert flags == "--spec-type ngram-simple --model-draft export/draft.gguf"
+    assert "invalid argument" in document["left_out"]["flags 2"]
+    assert len(document["samples"]["profile"]) == 4
     assert Path("bench/export/target.gguf").read_text() == "gpt-2"
-    table = Path("bench/engine.txt").read_text()
+    table = Path("bench/bench.txt").read_text()
+    assert "llama.cpp (11434 (abc)). Decode phase" in table
     assert "2.00 [2.00, 2.00]" in table
     assert "pre-tokenizer" in table
-    assert re.search(r"^ flags 1 .*\[", table, re.MULTILINE), "the flags are too long for the table"
     assert re.search(r"^flags 1 +--spec-type ngram-simple", table, re.MULTILINE)
-    assert re.search(r"^ --broken +failed", table, re.MULTILINE)
+    assert re.search(r"^ flags 2 +left out", table, re.MULTILINE)
     verdict = " ".join(table[table.index("verdict") :].split())
-    assert (
-        "the profile's draft is faster than plain decoding in llama.cpp; the fastest other draft: --spec-type"
-        in verdict
-    )
+    assert "faster than plain decoding with 95 % confidence: flags 1, profile" in verdict
+    with pytest.raises(ConfigError, match=r"a bench in llama\.cpp"):
+        read_comparison(Path("bench/bench.json"), "p")
 
 
 def test_a_different_text_is_an_error(bench: Bench) -> None:
     done = bench("--engine-args", "--wrong")
     refused(done, "4 texts differ", "llama.cpp's own plain decoding")
-    assert json.loads(Path("bench/engine.json").read_text())["drafts"]["profile"]["loads"][0]["identical"] == 0
+    assert json.loads(Path("bench/bench.json").read_text())["contenders"]["profile"]["identical"] == 0
 
 
 def test_settings_of_this_process_are_refused(bench: Bench) -> None:

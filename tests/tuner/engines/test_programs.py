@@ -14,12 +14,11 @@ from decoding.drafts import EarlyExit, Lookup
 from decoding.profile import DraftProfile, TargetIdentity
 from tests.support.engine_stub import write_llama_cpp
 from tuner.engines import vllm
-from tuner.engines.contract import DraftCounts, ServerSettings
-from tuner.engines.expectation import engine_candidate
+from tuner.engines.candidates import engine_candidate
+from tuner.engines.contract import DraftCounts, ServerSettings, find_engine
 from tuner.engines.llama_cpp import LlamaCppServer
 from tuner.engines.llama_cpp import read_completion as read_llama_cpp
-from tuner.engines.loopback import Client
-from tuner.engines.registry import find_engine
+from tuner.engines.server import Client
 from tuner.engines.vllm import VllmServer, read_tokens
 from tuner.errors import EngineError
 from tuner.export.engines.registry import ENGINES

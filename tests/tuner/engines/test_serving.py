@@ -11,8 +11,7 @@ import pytest
 from tests.support.engine_stub import write_llama_cpp
 from tuner.engines import guard
 from tuner.engines.contract import Launch
-from tuner.engines.loopback import Client, free_port, parse_counters
-from tuner.engines.serving import serving
+from tuner.engines.server import Client, free_port, parse_counters, serving
 from tuner.errors import EngineError
 
 

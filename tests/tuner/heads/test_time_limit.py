@@ -16,7 +16,7 @@ from tuner.heads.texts import GeneratedText, TextPlan, generate_texts, spread_or
 from tuner.heads.time_limit import TimeLimit
 from tuner.heads.time_plan import distillation_time
 from tuner.inputs.memory import ModelSize
-from tuner.measuring.pulse import Pulse
+from tuner.measuring.baseline import Pulse
 from tuner.progress import Unwatched
 
 PROMPTS = tuple(tuple(range(1, 2 + length)) for length in range(1, 13))

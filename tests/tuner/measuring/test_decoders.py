@@ -18,8 +18,7 @@ from tests.support.benches import bench_on, per_token
 from tests.support.recorders import CountingRecorder, recorded_by
 from tests.support.records import candidate
 from tests.support.tiny import tiny_llama, tiny_target
-from tuner.measuring.decoders import DecoderPool
-from tuner.measuring.paired import Bench
+from tuner.measuring.paired import Bench, DecoderPool
 
 PROMPTS = [tuple((seed * 11 + index * 5) % 60 + 2 for index in range(9 + seed)) for seed in range(4)]
 REQUEST = Request(PROMPTS[0], Ending(12))

@@ -149,15 +149,12 @@ def test_the_fastest_exit_is_taken_and_all_that_were_tried_are_told(
         return Decoded(((3,) * max_new_tokens,), 0.1, 1, seconds, tokens)
 
     monkeypatch.setattr(EarlyExitGeneration, "decode", decode)
-    num_texts, longest = [], list[int]()
-    found = fastest_exit(
-        "exit", model, NO_EOS, PROMPTS[:2], num_layers=6, max_new_tokens=512, on_text=lambda: num_texts.append(1)
-    )
+    longest = list[int]()
+    found = fastest_exit("exit", model, NO_EOS, PROMPTS[:2], num_layers=6, max_new_tokens=512)
     assert found.settings["options"] == {"assistant_early_exit": 2}
     assert found.settings["tried"] == {str(exit_layer): pytest.approx(rate) for exit_layer, rate in rates.items()}
     assert "assistant_early_exit=2" in found.description
     assert "2: 30.0" in found.description
-    assert len(num_texts) == 2
     assert max(longest) == CHOICE_TOKENS, "the choice must not take longer than the comparison"
 
 
@@ -167,6 +164,6 @@ def test_where_no_exit_runs_the_reason_is_told(model: LlamaForCausalLM, monkeypa
 
     monkeypatch.setattr(model, "generate", refuse)
     with pytest.raises(ValueError, match="no exit runs: NotImplementedError: this family has no exits"):
-        fastest_exit("exit", model, NO_EOS, PROMPTS, num_layers=6, max_new_tokens=12, on_text=lambda: None)
+        fastest_exit("exit", model, NO_EOS, PROMPTS, num_layers=6, max_new_tokens=12)
     with pytest.raises(ValueError, match="a model of 1 layer has no exit"):
-        fastest_exit("exit", model, NO_EOS, PROMPTS, num_layers=1, max_new_tokens=12, on_text=lambda: None)
+        fastest_exit("exit", model, NO_EOS, PROMPTS, num_layers=1, max_new_tokens=12)

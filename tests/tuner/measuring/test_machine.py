@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from itertools import chain, count, repeat
 from pathlib import Path
 
 import pytest
@@ -67,8 +69,9 @@ def test_waiting_is_of_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert seconds_waited() == pytest.approx(2.5)
 
 
-def test_waiting_ends_when_it_is_quiet_or_the_time_is_over() -> None:
-    seconds = iter(range(100))
-    busy = iter([0.9, 0.5, 0.05])
-    assert wait_until_quiet(60, busy=lambda: next(busy), clock=lambda: next(seconds))
-    assert not wait_until_quiet(5, busy=lambda: 0.9, clock=lambda: next(seconds))
+def test_waiting_ends_when_it_is_quiet_or_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, busy = count(), chain([90.0, 50.0, 5.0], repeat(90.0))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval: next(busy))
+    assert wait_until_quiet(60)
+    assert not wait_until_quiet(5)

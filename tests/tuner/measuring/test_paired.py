@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -40,7 +41,6 @@ from tests.support.records import candidate
 from tests.support.tiny import tiny_target
 from tuner.errors import DatasetError
 from tuner.measuring.baseline import Baseline, decode_baseline
-from tuner.measuring.clock import WallClock
 from tuner.measuring.paired import LEAST_SECONDS_TO_REFUSE, Bench, FarTooSlowError
 from tuner.measuring.turns import WARM_UP_TOKENS
 
@@ -147,7 +147,8 @@ def test_the_exit_heads_own_prefill_is_charged_to_the_candidate(
     draft = write_heads(target, tmp_path, [3])[3]
     clock = ClockOfHeads(ExitView.fill)
     monkeypatch.setattr(ExitView, "fill", clock.fill)
-    bench = bench_on(target, PROMPTS, heads=HeadFolder(target, tmp_path), clock=WallClock(target.device, clock.read))
+    monkeypatch.setattr(time, "perf_counter", clock.read)
+    bench = bench_on(target, PROMPTS, heads=HeadFolder(target, tmp_path))
     measured = bench.measure(Candidate(draft=draft, draft_length=Fixed(max_tokens=2)), range(3))
     assert clock.seconds >= 3 * 5.0, "the head reads each prompt once, before the first token"
     for sample in measured.samples:
@@ -283,7 +284,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.append(max_tokens)
         return RoundCosts(draft_step=0.1 * len(asked), verify=(1.0,) * (max_tokens + 1))
 
-    monkeypatch.setattr("decoding.timing.draft_costs.measure_round_costs", costs)
+    monkeypatch.setattr("tuner.measuring.paired.measure_round_costs", costs)
     return asked
 
 
@@ -445,7 +446,7 @@ def test_costs_are_those_of_a_round_of_the_batch(monkeypatch: pytest.MonkeyPatch
         asked.append(num_sequences)
         return RoundCosts(draft_step=0.1, verify=(1.0,) * (max_tokens + 1))
 
-    monkeypatch.setattr("decoding.timing.draft_costs.measure_round_costs", costs)
+    monkeypatch.setattr("tuner.measuring.paired.measure_round_costs", costs)
     bench = _bench(batch_size=2)
     warmed_up = bench.warm_up_rule(candidate((1, 3), BetaThompson(max_tokens=3)), [0, 1])
     assert asked == [2]

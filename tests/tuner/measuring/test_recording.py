@@ -12,8 +12,8 @@ from decoding.rounds import Round
 from decoding.text import Ending
 from tests.support.tiny import tiny_target
 from tuner.measuring.clock import PriceList
-from tuner.measuring.contender import histogram
-from tuner.measuring.recording import Recorder, record_decoding
+from tuner.measuring.contender import Recorder, histogram
+from tuner.measuring.own_decoding import OwnDecoding
 
 
 def recorder(*seconds: float, num_sequences: int = 1) -> Recorder:
@@ -57,8 +57,6 @@ def test_rounds_that_count_as_prefill_are_not_in_the_rounds_of_the_decode_phase(
     ]:
         recording.put([arrived], sequence, record)
     assert (recording.decoded().rounds, recording.decoded().drafted) == (2, 3)
-    assert histogram([0, 3, 1, 3]) == (1, 1, 0, 2)
-    assert histogram([]) == ()
 
 
 def test_sequence_without_tokens_is_refused() -> None:
@@ -72,15 +70,11 @@ def test_sequence_without_tokens_is_refused() -> None:
 
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_records_of_a_decoder_are_its_generations(num_sequences: int) -> None:
-    target = tiny_target()
-    decoder = Decoder(target, LayerSkip.blocks((2,)), Fixed(max_tokens=3))
-    requests = [Request((3, 5, 7 + row), Ending(12)) for row in range(num_sequences)]
-    recording = Recorder(
-        PriceList(lambda draft, record: 1.0).start(LayerSkip.blocks((2,))), num_sequences=num_sequences
-    )
-    record_decoding(decoder, requests, recording)
-    batch = recording.decoded()
-    generations = [decoder.generate(request) for request in requests]
+    decoder = Decoder(tiny_target(), LayerSkip.blocks((2,)), Fixed(max_tokens=3))
+    prompts = [(3, 5, 7 + row) for row in range(num_sequences)]
+    own = OwnDecoding("draft", decoder, frozenset(), clock=PriceList(lambda draft, record: 1.0))
+    batch = own.decode(prompts, 12)
+    generations = [decoder.generate(Request(prompt, Ending(12))) for prompt in prompts]
     assert batch.texts == tuple(generation.tokens for generation in generations)
     rounds = [each for generation in generations for each in generation.rounds]
     assert (batch.rounds, batch.drafted) == (len(rounds), sum(each.num_drafted for each in rounds))

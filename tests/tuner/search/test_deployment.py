@@ -16,7 +16,7 @@ from tests.support.commands import SearchCommand
 from tests.support.engine_stub import write_llama_cpp
 from tests.support.refusals import refused
 from tests.support.stored_trials import stored_records
-from tuner.engines.rules import EngineRules
+from tuner.engines.candidates import EngineRules
 from tuner.errors import ExportError
 
 SMALL = "studies: {joint: {num_surveyed: 30, max_tokens: 4, num_drafts: 2, num_lookups: 1, kinds: [skip_set, lookup]}}"

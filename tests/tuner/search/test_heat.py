@@ -14,9 +14,8 @@ from studies.contract import Candidate
 from studies.measurement import Measurement, PromptSample
 from tests.support.records import record
 from tests.support.tiny import tiny_llama
-from tuner.engines.candidates import own_lookups, predictable_lookups
+from tuner.engines.candidates import EngineRules, own_lookups, predictable_lookups
 from tuner.engines.lookup_replay import LookupPrices, replay_lookup
-from tuner.engines.rules import EngineRules
 from tuner.errors import EngineError
 from tuner.progress import Unwatched
 from tuner.search.heat import Heat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,8 @@ class Search:
         self.limits: list[float | None] = []
         self.told = Told()
         config = SearchConfig.model_validate({"model": "m", "dataset": "d", **settings})
-        self.budget = Budget(config.timeout, StageClock(lambda: self.seconds))
+        monkeypatch.setattr(time, "perf_counter", lambda: self.seconds)
+        self.budget = Budget(config.timeout, StageClock())
         folder = SimpleNamespace(drafts=lambda exits, held_out: dict.fromkeys(exits), missing=lambda exits: exits)
         self.task: Any = SimpleNamespace(
             config=config,

@@ -138,11 +138,7 @@ def test_bench_and_export_of_a_search_that_was_cut_use_prompts_that_it_never_saw
     tuned_on = {prompt.token_ids for prompt in seen}
     assert len(tuned_on) == 12
     columns: dict[str, Any] = {"group_column": "file"}
-    bench = prepare_bench(
-        BenchConfig(profile=Path("profile.yaml"), dataset=str(prompts_file), **columns),
-        Path("profile.yaml"),
-        Unwatched(),
-    )
+    bench = prepare_bench(BenchConfig(profile=Path("profile.yaml"), dataset=str(prompts_file), **columns), Unwatched())
     assert bench.split == "held out by the search that made the profile"
     assert len(bench.measured) == 12
     assert tuned_on.isdisjoint(prompt.token_ids for prompt in bench.measured)
@@ -218,7 +214,8 @@ def test_time_that_is_spent_while_loading_is_noticed_at_once(
         now[0] += 29.0
         return load(*given, **settings)
 
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr("tuner.search.task.load", slow)
     monkeypatch.setattr("tuner.search.task.probe", lambda model: pytest.fail("nothing more is tried"))
     with pytest.raises(SearchError, match=r"--timeout 30 s is too short for this model: 29 s are spent"):
-        prepare(config, Unwatched(), budget=open_budget(config, StageClock(lambda: now[0])))
+        prepare(config, Unwatched(), budget=open_budget(config, StageClock()))

@@ -1,0 +1,148 @@
+"""A profile's export in an engine that a bench starts: its files, its servers and the drafts to measure."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tuner.bench.loads import check_groups
+from tuner.bench.result import PROFILE
+from tuner.bench.task import BenchTask, prepare_bench
+from tuner.engines.bench import EngineDecoding
+from tuner.engines.contract import ServerSettings, find_engine
+from tuner.engines.server import Client, served
+from tuner.errors import ConfigError
+from tuner.export.run import export
+from tuner.export.settings import ExportSettings
+from tuner.fields import PromptSettings
+from tuner.results import public_name
+
+if TYPE_CHECKING:
+    from tuner.bench.config import BenchConfig
+    from tuner.engines.contract import EngineProgram
+    from tuner.export.plan import Plan
+    from tuner.progress import Progress
+
+EXPORT = "export"
+OVER = 8
+"""Positions beyond the longest text and its draft."""
+USUAL_DRAFT = 16
+"""Positions for the drafts of other settings, of which only the flags are known."""
+
+
+@dataclass
+class EngineTask:
+    """A profile's export, and the engine that runs it."""
+
+    task: BenchTask
+    program: EngineProgram
+    version: str
+    plan: Plan
+    settings: ServerSettings
+    others: tuple[str, ...]
+    """Flags of other drafts to measure, one line each."""
+    logs: Path
+    remarks: tuple[str, ...] = ()
+    """What the engine's files differ in, one sentence each."""
+    num_started: int = 0
+
+    @contextmanager
+    def server(self, flags: Sequence[str], progress: Progress, *, what: str) -> Iterator[Client]:
+        """Serve with these flags of a draft, or plainly without, while the context lasts."""
+        progress.stage(f"starting {self.program.title} {what}")
+        self.num_started += 1
+        with served(
+            self.program, self.plan, self.settings, flags, self.logs / f"server-{self.num_started}.log"
+        ) as client:
+            yield client
+
+    def drafts(self) -> Iterator[tuple[str, Sequence[str]]]:
+        """Yield names and flags: the export's own draft, then the others, which are numbered, as flags are long."""
+        yield PROFILE, self.program.draft_flags(self.plan)
+        for number, line in enumerate(self.others, start=1):
+            yield f"flags {number}", shlex.split(line.replace("{out}", str(self.plan.out)))
+
+    def contender(self, name: str, client: Client, flags: Sequence[str] = ()) -> EngineDecoding:
+        """Return a server as a contender."""
+        shown = shlex.join(self.shown(flags))
+        described = shown or f"{self.program.title} without drafts"
+        return EngineDecoding(name, self.program, client, description=described, settings={"flags": shown})
+
+    def shown(self, flags: Sequence[str]) -> tuple[str, ...]:
+        """Return flags without this machine's folders."""
+        return tuple(word.replace(str(self.plan.out), EXPORT) for word in flags)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the figures were measured with."""
+        words = self.shown(self.program.launch(self.plan, self.settings, 0, ()).command)
+        return {
+            **self.task.facts(),
+            "runner": None,
+            "engine": self.program.title,
+            "engine_version": self.version,
+            "plain_command": shlex.join(map(public_name, words)),
+            "threads": self.task.config.threads,
+        }
+
+
+@contextmanager
+def engine_task(config: BenchConfig, progress: Progress) -> Iterator[EngineTask]:
+    """Export the profile into `config.out`, and yield what is needed to run it.
+
+    Raises SdtuneError for wrong input, for what has no counterpart in the engine, and for an engine that is not found or fails.
+    """
+    assert config.engine is not None, "the caller has looked"
+    program = find_engine(config.engine, config.engine_home)
+    version, others = program.version(), _other_drafts(config.engine_settings)
+    task = prepare_bench(config, progress)
+    check_groups(config.sequences, len(task.measured))
+    config.out.mkdir(exist_ok=True)
+    settings = ExportSettings(
+        profile=config.profile,
+        to=config.engine,
+        out=config.out / EXPORT,
+        overwrite=True,
+        model=config.model,
+        dtype=config.dtype,
+        device=config.device,
+        prompts=config.dataset,
+        tuning_prompts=config.tuning_prompts,
+        held_out_prompts=config.held_out_prompts,
+        seed=config.seed,
+        **{name: getattr(config, name) for name in PromptSettings.model_fields},
+    )
+    plan = export(settings, progress, loaded=task.loaded).plan
+    assert plan is not None, "an engine's export has a plan"
+    with tempfile.TemporaryDirectory(prefix="sdtune-engine-") as logs:
+        engine = EngineTask(task, program, version, plan, _server_settings(task, plan), others, Path(logs))
+        progress.stage(f"files for {program.title}")
+        engine.remarks = program.prepare(plan, engine.logs / "convert.log")
+        yield engine
+
+
+def _other_drafts(file: Path | None) -> tuple[str, ...]:
+    """Return the lines of the file of other drafts."""
+    if file is None:
+        return ()
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise ConfigError(f"cannot read {file}: {cause}") from None
+    return tuple(line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))
+
+
+def _server_settings(task: BenchTask, plan: Plan) -> ServerSettings:
+    config, limit = task.config, task.target.context_length
+    longest = max(len(prompt.token_ids) for prompt in (*task.measured, *task.choosing))
+    wanted = longest + task.max_new_tokens + max(plan.length.num_tokens, USUAL_DRAFT, *config.draft_tokens) + OVER
+    return ServerSettings(
+        context=wanted if limit is None else min(wanted, limit),
+        threads=config.threads,
+        sequences=max(config.sequences, default=1),
+        arguments=tuple(shlex.split(config.engine_args or "")),
+    )
