@@ -23,7 +23,6 @@ from decoding.target import Target
 from decoding.target.feature_head import new_feature_head
 from tuner.config import DistillSettings
 from tuner.fields import PromptSettings
-from tuner.heads.feature_training import train_unrolled
 from tuner.heads.texts import GeneratedText
 from tuner.heads.training import Run, Student, train
 from tuner.inputs.models import Loaded, eos_token_ids
@@ -158,8 +157,8 @@ class Shared:
         if self._head is None:
             narrow = Target(copy.deepcopy(self.source).to(self.device))
             run = Run({narrow.num_layers: Student(new_feature_head(narrow))}, most_seconds=seconds)
-            settings = DistillSettings(steps=STEPS, batch_size=BATCH_SIZE)
-            train(run, narrow, self._texts(), settings, 0, step=partial(train_unrolled, num_steps=UNROLLED))
+            settings = DistillSettings(head="feature", unrolled_steps=UNROLLED, steps=STEPS, batch_size=BATCH_SIZE)
+            train(run, narrow, self._texts(), settings, 0)
             widen_feature_head(run.students[narrow.num_layers].stored_head(), narrow, self.eager, self.heads_folder)
             draft = self.heads.feature_draft()
             assert draft is not None, "it was written just now"

@@ -19,7 +19,7 @@ from studies.prediction.survey import Survey
 from tests.support.fake_8b import GIB, NUM_PARAMETERS, PeakBytes, fake_8b, llama_8b_config
 from tests.support.paths import ROOT
 from tuner.config import DistillSettings
-from tuner.heads.memory import bytes_per_head, heads_that_fit, shared_bytes
+from tuner.heads.limits import bytes_per_head, heads_that_fit, shared_bytes
 from tuner.inputs.memory import ModelSize
 
 NUM_SEQUENCES = 4

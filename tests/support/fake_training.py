@@ -12,8 +12,7 @@ from decoding.target import Target
 from decoding.target.exit_head import new_exit_head
 from tests.support.fake_8b import PeakBytes, fake_8b
 from tuner.config import DistillSettings
-from tuner.heads.batches import TrainingBatch
-from tuner.heads.texts import GeneratedText
+from tuner.heads.texts import GeneratedText, TrainingBatch
 from tuner.heads.training import Student, frozen, train_step
 
 NUM_LAYERS = 4
@@ -29,7 +28,7 @@ def peak_of_training(target: Target, prompt_tokens: int, num_heads: int, kept: l
         students = {exit_layer: Student(new_exit_head(target)) for exit_layer in range(1, num_heads + 1)}
         kept.append(students)
         for _ in range(2):  # the optimizer allocates its moments in the first step
-            train_step(students, target, batch, 1e-3)
+            train_step(students, target, batch, 1e-3, settings)
     return memory.peak
 
 

@@ -24,7 +24,7 @@ from tuner.stage_clock import spoken
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tuner.heads.distill import Distillation
+    from tuner.heads.plan import Distillation
 
 OF_DISTILLATION = ("head", "exit_layers", "training_dataset", "training_column", "timeout")
 OF_THE_SEARCH = (
@@ -66,7 +66,8 @@ def distill(config_file: Path | None, dry_run: bool, overwrite: bool, **flags: A
     config = load_config(config_file, given(SearchConfig, flags))
     check_names(model=config.model, revision=config.revision, dataset=config.dataset)
 
-    from tuner.heads.distill import distil_and_track, prepare
+    from tuner.heads.distill import distil_and_track
+    from tuner.heads.plan import prepare
     from tuner.heads.report import heads_table
     from tuner.tracking import ui_command
 
@@ -96,7 +97,7 @@ def distill(config_file: Path | None, dry_run: bool, overwrite: bool, **flags: A
 
 def _estimate(work: Distillation, exits: Sequence[int]) -> str:
     """Return the estimated time of the heads that are missing."""
-    from tuner.heads.distill import expected_time
+    from tuner.heads.plan import expected_time
 
     expected = expected_time(work, exits)
     at_most = f"; --timeout ends it after {spoken(limit)}" if (limit := work.settings.timeout) else ""

@@ -1,13 +1,13 @@
-"""Joint training of the heads of several exits.
+"""Joint training of heads by distillation, and their figures as drafts on given texts.
 
-Each step runs the target once, then each head in turn. The loss is the cross-entropy of an exit's distribution against the
+Each step runs the target once, then each head in turn. The loss is the cross-entropy of a head's distribution against the
 target's (soft labels), over the tokens of the responses. It is reported minus its lower bound, the entropy of the labels if
-the head drafts from all tokens: a loss of 0 means that the exit predicts the target exactly. A head with a vocabulary of its
-own learns the labels of these tokens, with the weight that the target gives them together.
+the head drafts from all tokens: a loss of 0 means that the head predicts the target exactly. A head with a vocabulary of its
+own learns the labels of these tokens, with the weight that the target gives them together. A feature head is trained by the sum
+of the losses of several steps of its own.
 
-A head starts as a copy of the target's last block. It computes in
-the target's precision, as in production, while the optimizer updates float32 master weights. The structure of a step, the
-schedule and the rates are our formulation.
+A head starts as a copy of the target's last block. It computes in the target's precision, as in production, while the optimizer
+updates float32 master weights. The structure of a step, the schedule and the rates are our formulation.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decoding.errors import DistillationError
+from decoding.exit_heads import ExitFigures
 from decoding.target import DraftVocabulary, ExitHead, FeatureHead, Target
-from decoding.target.states import exit_logits, exit_states
 from tuner.config import DistillSettings
-from tuner.heads.batches import Schedule, TrainingBatch
-from tuner.heads.texts import GeneratedText
+from tuner.heads.kinds import HEAD_KINDS, HeadKind
+from tuner.heads.texts import GeneratedText, Schedule, TrainingBatch, batches_by_length
 
 WARM_UP = 0.05
 """Share of the training over which the learning rate rises to its peak."""
 GRADIENT_NORM = 1.0
 BETAS = (0.9, 0.95)
+STEP_WEIGHT = 0.8
+"""Weight of a step's loss over that of the step before: a later draft counts only if the earlier ones are accepted."""
 
 Losses = Mapping[int, float]
 """Cross-entropy minus the entropy of the labels, in nats per token, by exit layer."""
-
-
+Figures = tuple[ExitFigures, ...]
+"""Figures of a draft by the steps of a round."""
 HeadT = TypeVar("HeadT", ExitHead, FeatureHead)
-TrainStep = Callable[[Mapping[int, "Student[Any]"], Target, TrainingBatch, float], Losses]
-"""Runs the target once on a batch and updates each student, at a learning rate; returns the losses."""
 
 
 class Student(Generic[HeadT]):
@@ -116,13 +116,11 @@ def train(
     settings: DistillSettings,
     seed: int,
     on_step: Callable[[], None] = lambda: None,
-    step: TrainStep | None = None,
 ) -> None:
-    """Train the students of `run` until its steps or its time are used up.
+    """Train the students of `run` until its steps or its time are used up; `on_step` is called after every step.
 
-    `on_step` is called after every step; `step` is `train_step` by default. Without a timeout a step depends on settings, seed
-    and step number alone, so a resumed run ends with the weights of an uninterrupted one. Raises `DistillationError` if a loss is
-    not finite.
+    Without a timeout a step depends on settings, seed and step number alone, so a resumed run ends with the weights of an
+    uninterrupted one. Raises `DistillationError` if a loss is not finite.
     """
     schedule = Schedule(texts, settings.batch_size, seed)
     highest_rate = settings.learning_rate or default_learning_rate(target)
@@ -131,7 +129,7 @@ def train(
             began = time.perf_counter()
             learning_rate = highest_rate * rate_factor(progress, settings.steps)
             batch = TrainingBatch.of(schedule.texts_of(run.step), target.device)
-            run.losses.append((step or train_step)(run.students, target, batch, learning_rate))
+            run.losses.append(train_step(run.students, target, batch, learning_rate, settings))
             run.seconds += time.perf_counter() - began
             for exit_layer, loss in run.losses[-1].items():
                 if not math.isfinite(loss):
@@ -143,15 +141,20 @@ def train(
 
 
 def train_step(
-    students: Mapping[int, Student[ExitHead]], target: Target, batch: TrainingBatch, learning_rate: float
+    students: Mapping[int, Student[Any]],
+    target: Target,
+    batch: TrainingBatch,
+    learning_rate: float,
+    settings: DistillSettings,
 ) -> Losses:
     """Run the target once and update each student in turn.
 
-    Returns the losses in nats per token. Peak memory beyond the model and the students: the states at the exits, and the logits
-    of one exit at a time.
+    Returns the losses in nats per token, the mean of a feature head's steps. Peak memory beyond the model and the students: the
+    states that they read, and the activations and logits of one student at a time.
     """
+    kind, num_steps = HEAD_KINDS[settings.head], settings.head_passes
     with torch.no_grad():
-        states, logits = exit_states(target, batch.token_ids, list(students), first=batch.first)
+        states, logits = kind.read(target, batch, list(students))
         all_labels = torch.softmax(logits[batch.response_mask].float(), dim=-1)  # [tokens, vocabulary]
         del logits
     losses, known = {}, dict[DraftVocabulary | None, tuple[Tensor, float]]()
@@ -161,12 +164,64 @@ def train_step(
             chosen = of_vocabulary(all_labels, vocabulary)
             known[vocabulary] = chosen, least_loss(chosen)
         labels, least = known[vocabulary]
-        drafted = exit_logits(target, batch.token_ids, states.pop(exit_layer), student.head, first=batch.first)
-        loss = soft_label_loss(of_vocabulary(drafted[batch.response_mask], vocabulary), labels)
-        loss.backward()
+        total, plain = torch.zeros((), device=labels.device), 0.0
+        steps = kind.drafted(target, student.head, batch, states.pop(exit_layer), num_steps)
+        for index, drafted in enumerate(steps):
+            loss = soft_label_loss(of_vocabulary(drafted[batch.response_mask], vocabulary), labels)
+            total = total + STEP_WEIGHT**index * loss
+            plain += loss.item()
+        total.backward()
         student.update(len(labels), learning_rate)
-        losses[exit_layer] = (loss.item() - least) / len(labels)
+        losses[exit_layer] = (plain / num_steps - least) / len(labels)
     return losses
+
+
+@torch.no_grad()
+def evaluate(
+    kind: HeadKind,
+    target: Target,
+    heads: Mapping[int, Any],
+    texts: Sequence[GeneratedText],
+    batch_size: int,
+    on_texts: Callable[[int], None] = lambda num_texts: None,
+) -> dict[int, Figures]:
+    """Return the figures of each head over all response tokens of `texts`, by exit layer; None is an exit without a head.
+
+    `on_texts` is called after each batch with the number of texts in it.
+    """
+    num_steps = kind.evaluated_steps
+    sums = {layer: torch.zeros(num_steps, 2, dtype=torch.float64) for layer in heads}
+    num_tokens = 0
+    for texts_of_batch in batches_by_length(texts, batch_size):
+        batch = TrainingBatch.of(texts_of_batch, target.device)
+        states, logits = kind.read(target, batch, list(heads))
+        target_logits = logits[batch.response_mask]
+        num_tokens += target_logits.shape[0]
+        for layer, head in heads.items():
+            for index, drafted in enumerate(kind.drafted(target, head, batch, states.pop(layer), num_steps)):
+                draft_logits = drafted[batch.response_mask]
+                agrees = target_logits.argmax(dim=-1) == draft_logits.argmax(dim=-1)
+                accepted = acceptance(target_logits, draft_logits).double().sum()
+                sums[layer][index] += torch.stack([accepted, agrees.double().sum()]).cpu()
+        on_texts(len(texts_of_batch))
+    return {
+        layer: tuple(
+            ExitFigures(acceptance=min(1.0, float(accepted) / num_tokens), agreement=float(agreed) / num_tokens)
+            for accepted, agreed in of_layer
+        )
+        for layer, of_layer in sums.items()
+    }
+
+
+def acceptance(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """Return the acceptance probability of a sampled draft token at temperature 1.
+
+    Logits are [..., vocabulary], the result is [...]. It is the sum over the vocabulary of min(p, q), or 1 minus the total
+    variation distance of the target distribution p and the draft distribution q (Leviathan et al., arXiv 2211.17192, corollary
+    3.6).
+    """
+    p, q = (torch.softmax(logits.float(), dim=-1) for logits in (target_logits, draft_logits))
+    return torch.minimum(p, q).sum(dim=-1)
 
 
 def of_vocabulary(values: Tensor, vocabulary: DraftVocabulary | None) -> Tensor:

@@ -13,7 +13,7 @@ from decoding.drafts import BitWidth
 from decoding.head_folder import MAX_LOADED
 from studies.prediction.survey import DEPTH
 from tuner.config import DistillSettings, SearchConfig
-from tuner.heads.memory import bytes_per_head, heads_that_fit, shared_bytes
+from tuner.heads.limits import bytes_per_head, heads_that_fit, shared_bytes
 from tuner.inputs.memory import USABLE, ModelSize, free_bytes, gigabytes, refuse_too_large, size_of_checkpoint
 from tuner.inputs.models import resolve_device
 from tuner.stage_clock import spoken

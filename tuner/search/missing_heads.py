@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 
 from decoding.drafts import EarlyExit, compact_indices
-from tuner.heads.distill import MOST_EVALUATED, distil_and_track, num_training_prompts, of_search
-from tuner.heads.memory import heads_that_fit
-from tuner.heads.time_plan import distillation_time
+from tuner.heads.distill import distil_and_track
+from tuner.heads.limits import distillation_time, heads_that_fit
+from tuner.heads.plan import MOST_EVALUATED, num_training_prompts, of_search
 from tuner.inputs.memory import ModelSize, free_bytes
 from tuner.measuring.baseline import Pulse
 from tuner.progress import Progress

@@ -20,7 +20,7 @@ from decoding.text import Ending
 from decoding.timing.runner_choice import fastest_runner
 from tuner.config import SearchConfig
 from tuner.errors import ConfigError
-from tuner.heads.distill import num_spare
+from tuner.heads.plan import num_spare
 from tuner.inputs.checkpoint import checkpoint_configuration
 from tuner.inputs.environment import device_name
 from tuner.inputs.memory import explained_shortage, gigabytes

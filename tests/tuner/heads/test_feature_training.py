@@ -10,11 +10,10 @@ from decoding.target import Target
 from tests.support.families import build, some_tokens
 from tests.support.tiny import tiny_target
 from tuner.config import DistillSettings
-from tuner.heads.feature_training import evaluate_steps
 from tuner.heads.kinds import HEAD_KINDS
-from tuner.heads.memory import bytes_per_head, shared_bytes
+from tuner.heads.limits import bytes_per_head, shared_bytes
 from tuner.heads.texts import GeneratedText, TextPlan, generate_batch
-from tuner.heads.training import Run, Student, train
+from tuner.heads.training import Run, Student, evaluate, train
 from tuner.inputs.memory import ModelSize
 
 SETTINGS = DistillSettings(head="feature", unrolled_steps=2, steps=40, batch_size=6, learning_rate=1e-2)
@@ -32,26 +31,14 @@ def test_each_step_drafts_better_after_the_training_and_the_model_stays() -> Non
     texts, unseen = generated_by(target), generated_by(target, seed=1)
     model = [weight.clone() for weight in target.model.parameters()]
     student = Student(KIND.new_head(target, None))
-    before = evaluate_steps(target, student.stored_head(), unseen, 6, num_steps=3)
+    before = evaluate(KIND, target, {4: student.stored_head()}, unseen, 6)[4]
     run = Run({4: student})
-    train(run, target, texts, SETTINGS, seed=0, step=KIND.train_step(SETTINGS))
-    after = evaluate_steps(target, student.stored_head(), unseen, 6, num_steps=3)
+    train(run, target, texts, SETTINGS, seed=0)
+    after = evaluate(KIND, target, {4: student.stored_head()}, unseen, 6)[4]
     assert len(run.losses) == 40
     assert all(now.acceptance > then.acceptance + 0.03 for then, now in zip(before[:2], after[:2], strict=True))
     assert all(now.agreement > then.agreement + 0.03 for then, now in zip(before[:2], after[:2], strict=True))
     assert all(torch.equal(one, other) for one, other in zip(model, target.model.parameters(), strict=True))
-
-
-def test_loss_is_the_mean_of_the_steps_and_zero_for_a_perfect_head() -> None:
-    """A head of one step is trained as an exit head is; more steps add their losses, not their number."""
-    target, texts = tiny_target(3), generated_by(tiny_target(3))[:6]
-    losses = {}
-    for steps in (1, 3):
-        settings = SETTINGS.model_copy(update={"unrolled_steps": steps, "steps": 1})
-        run = Run({3: Student(KIND.new_head(target, None))})
-        train(run, target, texts, settings, seed=0, step=KIND.train_step(settings))
-        losses[steps] = run.losses[0][3]
-    assert 0.5 < losses[3] / losses[1] < 2.0
 
 
 def test_a_model_without_masks_of_ours_is_refused() -> None:

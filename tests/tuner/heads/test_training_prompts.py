@@ -14,7 +14,7 @@ from decoding.target import Target
 from tests.support.heads import training, write_heads
 from tests.support.tiny import tiny_target, write_tiny_prompts
 from tuner.config import SearchConfig
-from tuner.heads.distill import MIN_SPARE_PROMPTS, of_search
+from tuner.heads.plan import MIN_SPARE_PROMPTS, of_search
 from tuner.inputs.models import Loaded
 from tuner.inputs.prompts import PromptSet, load_prompts
 from tuner.progress import Unwatched
@@ -146,6 +146,6 @@ def test_exits_are_evaluated_on_some_held_out_prompts_from_first_to_last(
     config = SearchConfig(model="m", dataset="d")
     held_out = [prompt.token_ids for prompt in prompts.held_out]
     assert list(of_search(config, loaded, target, prompts, RecordedLines()).evaluation_texts.prompts) == held_out
-    monkeypatch.setattr("tuner.heads.distill.MOST_EVALUATED", 2)
+    monkeypatch.setattr("tuner.heads.plan.MOST_EVALUATED", 2)
     work = of_search(config, loaded, target, prompts, RecordedLines())
     assert list(work.evaluation_texts.prompts) == [held_out[0], held_out[2]]

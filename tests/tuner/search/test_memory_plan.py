@@ -20,7 +20,7 @@ from tests.support.stored_trials import stored_trials
 from tuner.cli.main import main
 from tuner.config import DistillSettings, SearchConfig
 from tuner.errors import MemoryShortageError
-from tuner.heads.memory import bytes_per_head
+from tuner.heads.limits import bytes_per_head
 from tuner.inputs import memory
 from tuner.inputs.memory import ModelSize, explained_shortage, size_of_checkpoint
 from tuner.search.memory_plan import MemoryPlan, Workload, search_time

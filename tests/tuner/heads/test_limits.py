@@ -11,10 +11,10 @@ import pytest
 from tests.support.simulated_time import SimulatedTime
 from tests.support.tiny import tiny_target
 from tuner.config import DistillSettings, SearchConfig
-from tuner.heads.distill import distil, expected_time, prepare
+from tuner.heads.distill import distil
+from tuner.heads.limits import TimeLimit, distillation_time
+from tuner.heads.plan import expected_time, prepare
 from tuner.heads.texts import GeneratedText, TextPlan, generate_texts, spread_order
-from tuner.heads.time_limit import TimeLimit
-from tuner.heads.time_plan import distillation_time
 from tuner.inputs.memory import ModelSize
 from tuner.measuring.baseline import Pulse
 from tuner.progress import Unwatched
@@ -43,19 +43,9 @@ def test_texts_that_are_cut_have_prompts_of_all_lengths_and_go_on_later(tmp_path
     assert len(whole) == 12
 
 
-def test_texts_of_an_older_file_are_used(tmp_path: Path) -> None:
-    target = tiny_target()
-    newer, older = tmp_path / "newer.jsonl", tmp_path / "older.jsonl"
-    whole = generate_texts(target, PLAN, newer, {})
-    header, *lines = newer.read_bytes().splitlines(keepends=True)
-    in_order = [lines[2 * spread_order(6).index(number) + row] for number in range(6) for row in range(2)]
-    older.write_bytes(header.replace(b"/v2", b"/v1") + b"".join(in_order[:6]))
-    assert generate_texts(target, PLAN, older, {}) == whole
-
-
 def test_groups_share_what_texts_and_evaluation_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = [0.0]
-    monkeypatch.setattr("tuner.heads.time_limit.time.perf_counter", lambda: seconds[0])
+    monkeypatch.setattr("tuner.heads.limits.time.perf_counter", lambda: seconds[0])
     limit = TimeLimit(100.0)
     texts = [GeneratedText((1,), (2, 3), seconds=20.0)] * 2
     may_go_on = limit.allows_text(least_tokens=4)
