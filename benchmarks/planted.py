@@ -34,7 +34,7 @@ from benchmarks.results import show, write
 from benchmarks.task import arguments
 from decoding.draft_length import Fixed, RoundCosts
 from decoding.drafts import BitWidth, Draft, LayerSkip
-from decoding.kernels.integers import PACKED
+from decoding.kernels.quantised import PACKED
 from decoding.profile import Decoding
 from decoding.rounds import Round
 from decoding.target import Target

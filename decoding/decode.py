@@ -63,8 +63,8 @@ class Request:
         """
         if draft.leaves is not None:
             return self._judge_tree(sequence, draft, draft.leaves, outputs)
-        if self.takes_most_likely and outputs.judged is not None and outputs.judged.verdict is not None:
-            return outputs.judged.verdict
+        if self.takes_most_likely and outputs.verdict is not None:
+            return outputs.verdict
         drafted = sequence.written(sequence.length, sequence.length + draft.num_tokens)[0]
         if self.takes_most_likely:
             return accept_greedy(drafted, outputs.choices)

@@ -24,8 +24,7 @@ from torch import Tensor
 from decoding.cache.kv_cache import KVCache
 from decoding.decode import NewCache
 from decoding.rounds import Prefill, Round
-from decoding.runners.contract import Outputs, Part, PassRequest, Written
-from decoding.runners.greedy_chain import one_token
+from decoding.runners.contract import Outputs, Part, PassRequest, Written, one_token
 from decoding.target import Target
 from decoding.token_memory import BatchTokens, TokenRow
 

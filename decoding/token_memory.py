@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from decoding.runners.staging import staged
+from decoding.runners.shared_pass import staged
 
 
 class TokenMemory(Protocol):

@@ -31,10 +31,10 @@ class Company(Protocol):
         """The sequence's `decoding.token_memory.TokenMemory`, which the batch shares."""
 
     def run(self, part: Any, request: Any) -> Any:
-        """Run a pass; see `Runner.run`."""
+        """Run a pass; see `EagerRunner.run`."""
 
     def write(self, part: Any, request: Any, num_tokens: int) -> Any:
-        """Draft at least one and at most `num_tokens` greedy tokens; see `Runner.write_together`."""
+        """Draft at least one and at most `num_tokens` greedy tokens; see `EagerRunner.write_together`."""
 
     def read(self, values: Tensor) -> list[Any]:
         """Copy `values` [n] to the host."""

@@ -22,8 +22,7 @@ from decoding.drafts import CandidateTree, EarlyExit
 from decoding.errors import ExitHeadError
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
-from decoding.runners.contract import Outputs, Written
-from decoding.runners.greedy_chain import one_token, write_by
+from decoding.runners.contract import Outputs, Written, one_token, write_by
 from decoding.target import ExitHead, ExitView, ResumeView, TappedView, Target
 from decoding.text import Shaping, TokenSequence
 
@@ -129,15 +128,12 @@ class EarlyExitDrafter:
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         """Run the target over the last token, the drafts and leaves, from the exit on if the states there are known."""
         token_ids = sequence.span(cache.length, sequence.length + draft.num_positions)
-        if draft.leaves is not None:
-            outputs = self._whole.run_tree(token_ids, cache, cache.length, draft.leaves.positions(cache.length))
-            states = outputs.states
-        elif self._resume is None or draft.states is None:
-            outputs = self._whole.run(token_ids, cache, cache.length)
-            states = outputs.states
+        if draft.leaves is not None or self._resume is None or draft.states is None:
+            positions = None if draft.leaves is None else draft.leaves.positions(cache.length)
+            outputs = self._whole.run(token_ids, cache, cache.length, positions=positions)
         else:
             outputs = self._resume.run(token_ids, cache, cache.length, draft.states)
-            states = outputs.states
+        states = outputs.states
         assert states is not None, "the exit is tapped"
         branch, num_chain = cache.branch, 1 + draft.num_tokens
         branch.extend(states[..., branch.num_known - cache.length : num_chain, :])

@@ -23,8 +23,7 @@ from decoding.drafts import CandidateTree, FeatureHeadDraft
 from decoding.errors import ExitHeadError
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
-from decoding.runners.contract import Outputs, Written
-from decoding.runners.greedy_chain import one_token, write_by
+from decoding.runners.contract import Outputs, Written, one_token, write_by
 from decoding.target import FeatureHead, FeatureView, TappedView, Target
 from decoding.target.feature_head import states_before
 from decoding.text import Shaping, TokenSequence
@@ -108,10 +107,8 @@ class FeatureHeadDrafter:
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         """Run the target over the last token, the drafts and leaves, and keep its last states for the head."""
         token_ids = sequence.span(cache.length, sequence.length + draft.num_positions)
-        if draft.leaves is None:
-            outputs = self._whole.run(token_ids, cache, cache.length)
-        else:
-            outputs = self._whole.run_tree(token_ids, cache, cache.length, draft.leaves.positions(cache.length))
+        positions = None if draft.leaves is None else draft.leaves.positions(cache.length)
+        outputs = self._whole.run(token_ids, cache, cache.length, positions=positions)
         assert outputs.states is not None, "the last block is tapped"
         branch, num_chain = cache.branch, 1 + draft.num_tokens
         branch.extend(outputs.states[..., :num_chain, :])

@@ -118,7 +118,7 @@ class LayerSkipDrafter:
         token_ids = sequence.span(cache.length, sequence.length + draft.num_positions)
         if draft.leaves is not None:
             target, positions = self._target, draft.leaves.positions(cache.length)
-            return target.run_tree(target.whole, token_ids, cache, cache.length, positions)
+            return target.run(target.whole, token_ids, cache, cache.length, positions=positions)
         if self._resume is None or draft.states is None:
             return self._target.run(self._target.whole, token_ids, cache, cache.length)
         return self._resume.run(token_ids, cache, cache.length, draft.states)

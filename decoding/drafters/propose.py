@@ -16,7 +16,7 @@ from decoding.text import Shaping, TokenSequence
 Step = Callable[[int, bool], Outputs]
 """Runs the draft on the sequence and its first drafts, as many as the first argument says; logits are [1, vocabulary].
 
-The second argument is `looks` of `Runner.run`.
+The second argument is `looks` of `EagerRunner.run`.
 """
 
 Write = Callable[[int, int, bool], Written]

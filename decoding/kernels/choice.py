@@ -12,9 +12,8 @@ from torch import nn
 
 from decoding.errors import UnsupportedModelError
 from decoding.kernels import attention, linear, quantised
-from decoding.kernels.integers import PACKED
 from decoding.kernels.linear import FewPositionsLinear, PackedLinear
-from decoding.kernels.quantised import MAX_INPUTS, QuantisedLinear, TiledLinear
+from decoding.kernels.quantised import MAX_INPUTS, PACKED, QuantisedLinear, TiledLinear
 
 Work = Literal["linear", "attention", "int8", "int4"]
 Kernel = Literal["few positions", "packed", "attention", "tiles"]

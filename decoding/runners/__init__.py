@@ -1,4 +1,4 @@
-"""Runners, one file each: how a forward pass is executed. The contract is in `decoding.runners.contract`.
+"""Runners, one file each: how a forward pass is executed. All extend `decoding.runners.eager`.
 
 A runner is added by its file and one line of `RUNNERS`. Imports `decoding.cache` and nothing else of `decoding`.
 Names are known without importing torch: a class is imported when it is first asked for.
@@ -7,7 +7,7 @@ Names are known without importing torch: a class is imported when it is first as
 from __future__ import annotations
 
 import pkgutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from decoding.documents.strict_yaml import suggest
 from decoding.errors import UnsupportedRunnerError
@@ -15,7 +15,7 @@ from decoding.errors import UnsupportedRunnerError
 if TYPE_CHECKING:
     import torch
 
-    from decoding.runners.contract import Runner, RunnerClass
+    from decoding.runners.eager import EagerRunner
     from decoding.runners.masks import MaskKinds
 
 RUNNERS: dict[str, str] = {
@@ -48,22 +48,23 @@ def bit_exact_runners() -> tuple[str, ...]:
     return tuple(filter(has_bit_exact_mode, RUNNERS))
 
 
-def build_runner(name: str, mask_kinds: MaskKinds, device: torch.device, exact_width: int | None = None) -> Runner:
+def build_runner(name: str, mask_kinds: MaskKinds, device: torch.device, exact_width: int | None = None) -> EagerRunner:
     """Return the runner of this name for one model on `device`, in bit-exact mode if `exact_width` is given.
 
     Raises `UnsupportedRunnerError` for an unknown name, or a runner without a bit-exact mode.
     """
     if name not in RUNNERS:
         raise UnsupportedRunnerError(f"unknown runner {name!r}; {suggest(name, RUNNERS)}")
+    found: Any = _class_of(name)
     if exact_width is None:
-        return _class_of(name)(mask_kinds, device)
+        return found(mask_kinds, device)
     if not has_bit_exact_mode(name):
         raise UnsupportedRunnerError(
             f"the runner {name!r} has no bit-exact mode: {', '.join(map(repr, bit_exact_runners()))} has"
         )
-    return _class_of(name)(mask_kinds, device, exact_width=exact_width)
+    return found(mask_kinds, device, exact_width=exact_width)
 
 
-def _class_of(name: str) -> RunnerClass:
-    found: RunnerClass = pkgutil.resolve_name(RUNNERS[name])
+def _class_of(name: str) -> type[EagerRunner]:
+    found: type[EagerRunner] = pkgutil.resolve_name(RUNNERS[name])
     return found

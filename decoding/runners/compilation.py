@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from decoding.cache.kv_cache import Slot
+from decoding.kernels.calls import CompiledKernel, KernelCall, kernel_calls
 from decoding.kernels.choice import register_kernels
-from decoding.kernels.joined_calls import CompiledKernel, KernelCall, kernel_calls
 from decoding.kernels.linear import OnePosition
 from decoding.runners.contract import BlockCall
 from decoding.runners.features import NO_FEATURES, SpeedFeatures

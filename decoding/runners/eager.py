@@ -1,8 +1,8 @@
-"""Runs each pass in the shape it has, and long prompts in pieces to bound memory."""
+"""The plain runner: each pass in the shape it has. Other runners extend it, and fall back on it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -11,18 +11,18 @@ from torch import Tensor
 from decoding.acceptance import accept_greedy
 from decoding.cache.kv_cache import KVCache, Storage
 from decoding.errors import UnsupportedRunnerError
-from decoding.runners.contract import Inputs, Outputs, Part, PassRequest, Written
+from decoding.runners.buckets import Buckets
+from decoding.runners.contract import BlockCall, Inputs, Outputs, Part, PassRequest, Written, one_token, write_by
 from decoding.runners.features import NO_FEATURES, SpeedFeatures
-from decoding.runners.greedy_chain import one_token, write_by
 from decoding.runners.masks import MaskKinds
 from decoding.runners.shared_pass import (
     RowInputs,
     Rows,
     compute_chains,
+    compute_in_window,
     compute_rows,
     split_chains,
     split_rows,
-    unbatch,
 )
 
 MAX_PASS_WIDTH = 1024
@@ -30,16 +30,27 @@ MAX_PASS_WIDTH = 1024
 
 
 class EagerRunner:
-    """The plain runner: no preparation, no padding, any shape."""
+    """Executes the passes of one model's parts: no preparation, no padding, any shape.
+
+    Long prompts are run in pieces, to bound memory.
+    """
 
     name = "eager"
+    """Name in `decoding.runners.RUNNERS`."""
     has_bit_exact_mode = False
-    block_call = None
-    exact_width = None
-    buckets = None
+    """True if the class takes `exact_width`, the width at which it runs every pass of the whole model."""
+    exact_width: int | None = None
+    """Width of every whole-model pass after the prompt in bit-exact mode; None in normal mode."""
+    block_call: BlockCall | None = None
+    """How a block is called in fixed-shape passes; None if the runner has none."""
+    buckets: Buckets | None = None
+    """The shapes to which passes are padded; None if each pass runs in its own shape."""
     attends_by_position = False
+    """True if layers attend by the CPU kernel, and get positions in place of masks in fixed-shape passes."""
     reads_all_slots = False
+    """True if the number of slots that a fixed-shape pass reads is data, so that one shape serves all contexts."""
     records = False
+    """True if each shape of pass is recorded at its first run."""
 
     def __init__(
         self,
@@ -52,17 +63,17 @@ class EagerRunner:
         self.features = features
 
     def new_cache(self, num_layers: int, capacity: int, num_rows: int = 1) -> KVCache:
-        """Return a cache of exactly this capacity."""
+        """Return an empty cache for a sequence of at most `capacity` tokens.
+
+        With `num_rows` above 1 its `storage` is the memory of several sequences, one row each.
+        """
         return KVCache(num_layers, capacity, Storage(num_layers, capacity, num_rows=num_rows))
 
-    def reserve(self, num_layers: int, capacity: int, num_rows: int = 1) -> None:
-        """Do nothing: every cache has memory of its own."""
-
     def drop_recordings(self) -> None:
-        """Do nothing: there are none."""
+        """Prepare every pass again when it is next run, in new memory: weights were moved or changed."""
 
     def temporary_memory(self) -> AbstractContextManager[None]:
-        """Do nothing: the memory of a cache is dropped with it."""
+        """Drop, at the end of the context, the memory of caches that was made in it, and none that was there before."""
         return nullcontext()
 
     def run(
@@ -75,12 +86,18 @@ class EagerRunner:
         last_only: bool = False,
         states: Tensor | None = None,
         looks: bool = False,
+        positions: Sequence[int] | None = None,
     ) -> Outputs:
-        """Run a pass; see `Runner.run`.
+        """Run `part` on `token_ids` [1, width] in the slots from `start`.
 
-        A wide pass is run in pieces if only the last logits are needed. The confidence is left to the reader.
+        `last_only` restricts the logits to the last position. `states` are known states for parts that resume. `looks`
+        announces that the confidence of the logits will be read. `positions` in the sequence are given for a chain and
+        its side leaves only, which follow a prompt: ascending from `start` on the chain, then each leaf's. A token sees
+        the slots before its position, and itself.
         """
         width = token_ids.shape[1]
+        if positions is not None:
+            return self._run_tree(part, token_ids, cache, start, positions)
         if not last_only or width <= MAX_PASS_WIDTH:
             return self._run(part, token_ids, cache, start, last_only=last_only, states=states)
         tapped, logits = [], None
@@ -94,10 +111,32 @@ class EagerRunner:
         assert logits is not None, "there is at least one piece"
         return Outputs(logits, torch.cat(tapped, dim=-2) if tapped else None)
 
+    def _run(
+        self, part: Part, token_ids: Tensor, cache: KVCache, start: int, *, last_only: bool, states: Tensor | None
+    ) -> Outputs:
+        width = token_ids.shape[1]
+        cache.cover(start, width)
+        positions = torch.arange(start, start + width, device=token_ids.device)[None]
+        outputs = part.compute(Inputs(token_ids, positions, cache, int(last_only), states))
+        return Outputs(outputs.logits[0], outputs.states)
+
+    def _run_tree(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, positions: Sequence[int]) -> Outputs:
+        """Run a chain and its leaves under a mask; raise `UnsupportedRunnerError` if the model's masks are unknown."""
+        width, device = token_ids.shape[1], token_ids.device
+        cache.cover(start, width)
+        slots, last = torch.arange(start, start + width, device=device), torch.tensor([width - 1], device=device)
+        at = torch.tensor(positions, device=device)
+        masks = self._known_masks().masks(slots, start + width, at)
+        outputs = compute_in_window(part, cache, token_ids, slots, last, slots[-1:], at[None], masks)
+        return Outputs(outputs.logits[0], outputs.states)
+
     def write_greedily(
         self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int, *, looks: bool = False
     ) -> Written:
-        """Draft greedily with one pass per token; see `Runner.write_greedily`."""
+        """Let `part` draft `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`.
+
+        `looks` asks for their confidence. Does not wait for the device.
+        """
 
         def step(token_ids: Tensor, index: int) -> Written:
             outputs = self._run(part, token_ids, cache, start + index, last_only=True, states=None)
@@ -105,42 +144,22 @@ class EagerRunner:
 
         return write_by(step, token_ids, num_tokens)
 
-    def run_tree(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, positions: Sequence[int]) -> Outputs:
-        """Run a chain and its leaves under a mask; see `Runner.run_tree`.
-
-        Raises `UnsupportedRunnerError` if the model's masks are unknown.
-        """
-        width, device = token_ids.shape[1], token_ids.device
-        cache.cover(start, width)
-        slots, last = torch.arange(start, start + width, device=device), torch.tensor([width - 1], device=device)
-        at = torch.tensor(positions, device=device)
-        window = cache.window
-        window.begin(slots, last, slots[-1:], self._known_masks().masks(slots, start + width, at))
-        try:
-            return unbatch(part.compute(Inputs(token_ids, at[None], cache, 0, None, last, window.masks)))
-        finally:
-            window.end_pass()
-
     def run_round(
         self, draft: Part, whole: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int
     ) -> Tensor:
-        """Draft, then verify; see `Runner.run_round`."""
+        """Let `draft` write `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`, and let `whole` judge them.
+
+        Return the verdict [2 + num_tokens] (see `decoding.acceptance`). Does not wait for the device.
+        """
         drafted = self.write_greedily(draft, token_ids, cache, start, num_tokens).token_ids
         outputs = self.run(whole, torch.cat([token_ids, drafted[None]], dim=1), cache, start)
         return accept_greedy(drafted, outputs.choices)
 
-    def _run(
-        self, part: Part, token_ids: Tensor, cache: KVCache, start: int, *, last_only: bool, states: Tensor | None
-    ) -> Outputs:
-        width = token_ids.shape[1]
-        cache.cover(start, width)
-        positions = torch.arange(start, start + width, device=token_ids.device)[None]
-        return unbatch(part.compute(Inputs(token_ids, positions, cache, int(last_only), states)))
-
     def run_shared_pass(self, part: Part, passes: Mapping[int, PassRequest], memory: Storage) -> dict[int, Outputs]:
-        """Run a shared pass; see `Runner.run_shared_pass`.
+        """Run `part` once for several sequences, keyed by their rows in `memory`.
 
-        Raises `UnsupportedRunnerError` if the model's masks are unknown.
+        Return what `run` would return for each. The sequences' caches must be rows of `memory`, their prompts already
+        written. Raises `UnsupportedRunnerError` if the model's masks are unknown.
         """
         rows, cache = Rows.of(passes), KVCache(len(memory.layers), memory.capacity, memory)
         outputs = compute_rows(part, RowInputs.of(passes, rows), cache, self._known_masks(), rows)
@@ -149,7 +168,10 @@ class EagerRunner:
     def write_together(
         self, part: Part, passes: Mapping[int, PassRequest], memory: Storage, num_tokens: int
     ) -> dict[int, Written]:
-        """Draft all tokens; see `Runner.write_together`."""
+        """Let `part` draft greedy tokens for several sequences, each after the single token of its request.
+
+        Every sequence gets the same number of tokens: at least one, at most `num_tokens`. Does not wait for the device.
+        """
         rows, cache = Rows.of(passes, num_tokens=num_tokens), KVCache(len(memory.layers), memory.capacity, memory)
         written = compute_chains(part, RowInputs.of(passes, rows), cache, self._known_masks(), rows)
         return split_chains(written, passes, rows)
@@ -160,3 +182,7 @@ class EagerRunner:
                 "the attention masks of this model are unknown: its sequences run one by one, as chains"
             )
         return self._mask_kinds
+
+
+RunnerFactory = Callable[[MaskKinds, torch.device], EagerRunner]
+"""Makes the runner of a model whose layers attend as the first argument says."""

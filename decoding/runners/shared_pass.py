@@ -6,17 +6,25 @@ ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from decoding.cache.kv_cache import KVCache
-from decoding.runners.contract import Inputs, Outputs, Part, PassRequest, Written, judge
-from decoding.runners.greedy_chain import one_token, write_by
+from decoding.runners.contract import Inputs, Outputs, Part, PassRequest, Written, judged, one_token, write_by
 from decoding.runners.masks import MaskKinds
-from decoding.runners.staging import staged
+
+
+def staged(values: Sequence[int], device: torch.device) -> Tensor:
+    """Return integers of the host as a tensor on `device`, without waiting for the device.
+
+    The copy goes through pinned memory, which torch does not use again before the copy has ended.
+    """
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=torch.long, device=device)
+    return torch.tensor(values, dtype=torch.long, pin_memory=True).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,27 @@ class RowInputs:
             self.states.copy_(other.states)
 
 
+def compute_in_window(
+    part: Part,
+    cache: KVCache,
+    token_ids: Tensor,
+    slots: Tensor,
+    last: Tensor,
+    last_slot: Tensor,
+    positions: Tensor,
+    masks: tuple[Tensor, ...],
+    logits_to_keep: int | Tensor = 0,
+    states: Tensor | None = None,
+) -> Outputs:
+    """Run a pass whose slots and masks are tensors; `last` is the index of the last position, `last_slot` its slot."""
+    window = cache.window
+    window.begin(slots, last, last_slot, masks)
+    try:
+        return part.compute(Inputs(token_ids, positions, cache, logits_to_keep, states, last, masks))
+    finally:
+        window.end_pass()
+
+
 def compute_rows(part: Part, given: RowInputs, cache: KVCache, mask_kinds: MaskKinds, rows: Rows) -> Outputs:
     """Run `part` once over `rows` of the storage of `cache`, without waiting for the device.
 
@@ -121,24 +150,14 @@ def compute_rows(part: Part, given: RowInputs, cache: KVCache, mask_kinds: MaskK
     window = cache.window
     window.rows = slice(rows.first, rows.first + rows.num_rows)
     window.start, window.end = rows.num_slots - rows.width, rows.num_slots
-    window.begin(slots, last, slots.gather(1, last[:, None]), mask_kinds.masks(positions, rows.num_slots))
-    try:
-        outputs = part.compute(
-            Inputs(
-                token_ids=given.token_ids,
-                positions=positions,
-                cache=cache,
-                logits_to_keep=0,
-                states=given.states,
-                last=last,
-                masks=window.masks,
-            )
-        )
-    finally:
-        window.end_pass()
+    masks = mask_kinds.masks(positions, rows.num_slots)
+    last_slot = slots.gather(1, last[:, None])
+    outputs = compute_in_window(
+        part, cache, given.token_ids, slots, last, last_slot, positions, masks, states=given.states
+    )
     # For all rows at once, not one by one in each sequence's loop.
     drafted = part.verifies and rows.width > 1
-    return replace(outputs, judged=judge(outputs.logits, given.token_ids, last, drafted=drafted, looks=rows.looks))
+    return judged(outputs, given.token_ids, last, drafted=drafted, looks=rows.looks)
 
 
 def split_rows(outputs: Outputs, passes: Mapping[int, PassRequest], rows: Rows) -> dict[int, Outputs]:
@@ -192,9 +211,4 @@ def _of_row(outputs: Outputs, index: int, own: PassRequest) -> Outputs:
     states = outputs.states
     if states is not None:
         states = states.narrow(-3, index, 1).narrow(-2, 0, min(own.width, states.shape[-2]))
-    return replace(outputs.of_row(index, own.width, last_only=own.last_only), states=states)
-
-
-def unbatch(outputs: Outputs) -> Outputs:
-    """Return the outputs of a single-sequence pass without the batch dimension."""
-    return Outputs(outputs.logits[0], outputs.states)
+    return outputs.of_row(index, own.width, states, last_only=own.last_only)

@@ -28,22 +28,31 @@ from decoding.errors import UnsupportedRunnerError
 from decoding.kernels.choice import kernel_for
 from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
 from decoding.runners.compilation import PREPARING, CompiledBlocks, call_block, compiling, without_guards
-from decoding.runners.contract import BlockCall, Inputs, Outputs, Part, PassRequest, Verdict, Written, judge
+from decoding.runners.contract import (
+    BlockCall,
+    Outputs,
+    Part,
+    PassRequest,
+    Verdict,
+    Written,
+    judged,
+    one_token,
+    write_by,
+)
 from decoding.runners.eager import EagerRunner
 from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.graphs import CudaGraphs, OutputsT, PassRecorder
-from decoding.runners.greedy_chain import one_token, write_by
 from decoding.runners.masks import MaskKinds, Positions, UsedLengths
 from decoding.runners.shared_pass import (
     RowInputs,
     Rows,
     compute_chains,
+    compute_in_window,
     compute_rows,
     split_chains,
     split_rows,
-    unbatch,
+    staged,
 )
-from decoding.runners.staging import staged
 from decoding.runners.tape import Tapes
 
 _Key = tuple[Any, Storage, bool, bool]
@@ -56,15 +65,17 @@ CHAINS = (8, 4, 2)
 long as the passes one by one."""
 
 
-class StaticRunner:
+class StaticRunner(EagerRunner):
     """Fixed-shape passes for one model on one device. Threads may run sequences in storages of their own at the same time.
 
     Nothing that a pass changes is shared between storages. Preparing is shared: a first pass of its shape waits for other threads'.
-    `recorder` records each pass at its first run; by default CUDA graphs on a GPU, and nothing elsewhere.
+    `recorder` records each pass at its first run; by default CUDA graphs on a GPU, tapes of compiled blocks on a CPU.
     """
 
     name = "static"
     has_bit_exact_mode = True
+    block_call: BlockCall
+    buckets: Buckets
 
     def __init__(
         self,
@@ -77,16 +88,19 @@ class StaticRunner:
         recorder: PassRecorder | None = None,
         features: SpeedFeatures = NO_FEATURES,
     ) -> None:
+        super().__init__(mask_kinds, device, features=features)
         self.exact_width = exact_width
-        self.features = features
         blocks = CompiledBlocks(device, features) if compiled else None
-        self.block_call: BlockCall = blocks or call_block
+        self.block_call = blocks or call_block
         self.buckets = buckets or (GPU_BUCKETS if device.type == "cuda" else CPU_BUCKETS)
         self._device = device
-        self._eager = EagerRunner(mask_kinds)
         self._recorder = recorder or _default_recorder(device, blocks)
         self._tapes = isinstance(self._recorder, Tapes)
-        self._mask_kinds = self._in_place_of(mask_kinds)
+        self._forms = self._in_place_of(mask_kinds)
+        """Makes what fixed-shape passes get: masks, or what a kernel reads in their place."""
+        self.attends_by_position = isinstance(self._forms, Positions)
+        self.reads_all_slots = self._forms.reads_all
+        self.records = self._recorder is not None
         self._storages: list[Storage] = []
         """All storages that can be handed out again, in the order in which they were made."""
         self._in_use: set[Storage] = set()
@@ -99,7 +113,6 @@ class StaticRunner:
         self._row_inputs = WeakKeyDictionary[Storage, dict[Rows, RowInputs]]()
 
     def _in_place_of(self, masks: MaskKinds) -> MaskKinds:
-        """Return what this runner's passes get: masks, or what a kernel reads in their place."""
         if self.features.varlen_attention:
             return UsedLengths(masks.windows, masks.additive)
         # Any other recorder stands for a GPU, of which this kernel would give the wrong shapes.
@@ -108,21 +121,6 @@ class StaticRunner:
         if attends and kernel_for("attention", self._device, masks.additive).kernel is not None:
             return Positions(masks.windows, masks.additive)
         return masks
-
-    @property
-    def attends_by_position(self) -> bool:
-        """True if layers get positions in place of masks; see `Runner.attends_by_position`."""
-        return isinstance(self._mask_kinds, Positions)
-
-    @property
-    def reads_all_slots(self) -> bool:
-        """True if the number of slots that a pass reads is data; see `Runner.reads_all_slots`."""
-        return self._mask_kinds.reads_all
-
-    @property
-    def records(self) -> bool:
-        """True if blocks are compiled, on a GPU, or if a recorder was given."""
-        return self._recorder is not None
 
     def new_cache(self, num_layers: int, capacity: int, num_rows: int = 1) -> KVCache:
         """Return an empty cache with room for padding.
@@ -135,11 +133,6 @@ class StaticRunner:
         cache = KVCache(num_layers, capacity, storage)
         weakref.finalize(cache, self._in_use.discard, storage).atexit = False
         return cache
-
-    def reserve(self, num_layers: int, capacity: int, num_rows: int = 1) -> None:
-        """Make a storage for sequences of at most `capacity` tokens unless there is one; see `Runner.reserve`."""
-        with PREPARING:
-            self._take(num_layers, self.buckets.capacity(capacity), num_rows)
 
     def _take(self, num_layers: int, num_slots: int, num_rows: int) -> Storage:
         """Return the oldest free storage that is large enough, or a new one.
@@ -162,7 +155,7 @@ class StaticRunner:
 
     @contextmanager
     def temporary_memory(self) -> Iterator[None]:
-        """Drop the storages made in this context at its end; see `Runner.temporary_memory`."""
+        """Forget the storages made in this context at its end, with their recordings."""
         outer, self._protected = self._protected, set(self._storages)
         try:
             yield
@@ -173,7 +166,7 @@ class StaticRunner:
                 self._protected = outer
 
     def drop_recordings(self) -> None:
-        """Forget all passes, and the storages that they were prepared for; see `Runner.drop_recordings`."""
+        """Forget all passes, and the storages that they were prepared for."""
         with PREPARING:
             for storage in list(self._storages):
                 self._forget(storage)
@@ -196,45 +189,37 @@ class StaticRunner:
         last_only: bool = False,
         states: Tensor | None = None,
         looks: bool = False,
+        positions: Sequence[int] | None = None,
     ) -> Outputs:
-        """Run a pass; see `Runner.run`. The caller owns the outputs: no later pass changes them."""
+        """Run a pass in a fixed shape; one shape per width serves every tree. No later pass changes the outputs."""
         width = token_ids.shape[1]
         exact_width = self.exact_width if part.is_whole else None
         if start == 0 or width > (exact_width or self.buckets.widest):
-            return self._eager.run(part, token_ids, cache, start, last_only=last_only, states=states)
+            return super().run(part, token_ids, cache, start, last_only=last_only, states=states, positions=positions)
         cache.cover(start, width)
-        shape = (
-            self._exact_shape(cache, exact_width)
-            if exact_width
-            else self._shape(cache, start, width, last_only, states)
-        )
-        shape = replace(shape, looks=looks and self._recorder is not None)
-        self._buffers(cache, shape.width).fill(token_ids, start, states)
-        outputs = self._prepared_pass(part, cache, shape, self._compute)
-        kept = None if outputs.states is None else outputs.states[..., :width, :].clone()
-        return replace(outputs.of_row(0, 1 if shape.last_only else width, last_only=last_only), states=kept)
-
-    def run_tree(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, positions: Sequence[int]) -> Outputs:
-        """Run a chain and its leaves; see `Runner.run_tree`.
-
-        The positions are data: one shape of pass per width serves every tree.
-        """
-        width = token_ids.shape[1]
-        if width > self.buckets.widest:
-            return self._eager.run_tree(part, token_ids, cache, start, positions)
-        cache.cover(start, width)
-        shape = replace(self._shape(cache, start, width, False, None), is_tree=True)
+        looks = looks and self._recorder is not None
+        if exact_width:
+            # One shape for all passes over a sequence: kernels are picked by shape, including the number of rows whose
+            # logits are computed.
+            shape = _Shape(exact_width, self.buckets.capacity(cache.capacity), looks=looks)
+        else:
+            bucket = self.buckets.width(width)
+            reach = self._reach(cache.storage, start + bucket)
+            shape = _Shape(
+                bucket, reach, last_only and bucket > 1, states is not None, looks=looks, is_tree=positions is not None
+            )
         buffers = self._buffers(cache, shape.width)
-        buffers.fill(token_ids, start, None)
-        buffers.fill_positions(positions)
+        buffers.fill(token_ids, start, states)
+        if positions is not None:
+            buffers.fill_positions(positions)
         outputs = self._prepared_pass(part, cache, shape, self._compute)
         kept = None if outputs.states is None else outputs.states[..., :width, :].clone()
-        return replace(outputs.of_row(0, width, last_only=False), states=kept)
+        return outputs.of_row(0, 1 if shape.last_only else width, kept, last_only=last_only)
 
     def write_greedily(
         self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int, *, looks: bool = False
     ) -> Written:
-        """Draft greedily in as few recordings as possible; see `Runner.write_greedily`."""
+        """Draft in as few recordings as possible."""
 
         def piece(token_ids: Tensor, index: int) -> Written:
             return self._piece(part, token_ids, cache, start + index, num_tokens - index, looks)
@@ -250,9 +235,7 @@ class StaticRunner:
             return one_token(self.run(part, token_ids, cache, start, last_only=True, looks=looks), looks=looks)
         cache.cover(start, count)
         self._buffers(cache, 1).fill(token_ids, start, None)
-        shape = _Shape(
-            1, self._reach(cache.storage, start + count), last_only=False, resumes=False, num_tokens=count, looks=looks
-        )
+        shape = _Shape(1, self._reach(cache.storage, start + count), num_tokens=count, looks=looks)
         return self._prepared_pass(part, cache, shape, self._compute_chain)
 
     def _longest_chain(self, num_tokens: int) -> int:
@@ -262,28 +245,28 @@ class StaticRunner:
     def run_round(
         self, draft: Part, whole: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int
     ) -> Tensor:
-        """Run draft, verification and acceptance in one recording; see `Runner.run_round`."""
+        """Run draft, verification and acceptance in one recording, if there is one of this width."""
         if self.exact_width is not None or start == 0 or not self.buckets.fits(num_tokens + 1):
-            return self._eager.run_round(draft, whole, token_ids, cache, start, num_tokens)
+            return super().run_round(draft, whole, token_ids, cache, start, num_tokens)
         cache.cover(start, num_tokens + 1)
         width = self.buckets.width(num_tokens + 1)
         self._buffers(cache, 1).fill(token_ids, start, None)
-        shape = _Shape(width, self._reach(cache.storage, start + width), False, False, num_tokens, is_round=True)
+        shape = _Shape(width, self._reach(cache.storage, start + width), num_tokens=num_tokens, is_round=True)
         return self._prepared_pass(draft, cache, shape, partial(self._compute_round, whole)).values
 
     def run_shared_pass(self, part: Part, passes: Mapping[int, PassRequest], memory: Storage) -> dict[int, Outputs]:
-        """Run a shared pass; see `Runner.run_shared_pass`."""
+        """Run a shared pass in a fixed shape, if there is one of this width for all rows."""
         if not self.buckets.fits(max(each.width for each in passes.values()), memory.num_rows):
-            return self._eager.run_shared_pass(part, passes, memory)
+            return super().run_shared_pass(part, passes, memory)
         rows, cache = self._begin_rows(passes, memory, 1)
         return split_rows(self._prepared_pass(part, cache, rows, self._compute_rows), passes, rows)
 
     def write_together(
         self, part: Part, passes: Mapping[int, PassRequest], memory: Storage, num_tokens: int
     ) -> dict[int, Written]:
-        """Draft as many tokens as one recording covers; see `Runner.write_together`."""
+        """Draft as many tokens as one recording covers."""
         if not self.buckets.fits(1, memory.num_rows):
-            return self._eager.write_together(part, passes, memory, num_tokens)
+            return super().write_together(part, passes, memory, num_tokens)
         count = self._longest_chain(num_tokens)
         if count == 1:  # a shared pass of the same shape may be prepared already
             outputs = self.run_shared_pass(part, passes, memory)
@@ -310,26 +293,14 @@ class StaticRunner:
         return rows, KVCache(len(memory.layers), memory.capacity, memory)
 
     def _compute_rows(self, part: Part, cache: KVCache, rows: Rows) -> Outputs:
-        return compute_rows(part, self._row_inputs[cache.storage][rows.inputs], cache, self._mask_kinds, rows)
+        return compute_rows(part, self._row_inputs[cache.storage][rows.inputs], cache, self._forms, rows)
 
     def _compute_chains(self, part: Part, cache: KVCache, rows: Rows) -> Written:
-        return compute_chains(part, self._row_inputs[cache.storage][rows.inputs], cache, self._mask_kinds, rows)
-
-    def _shape(self, cache: KVCache, start: int, width: int, last_only: bool, states: Tensor | None) -> _Shape:
-        bucket = self.buckets.width(width)
-        reach = self._reach(cache.storage, start + bucket)
-        return _Shape(bucket, reach, last_only and bucket > 1, states is not None)
+        return compute_chains(part, self._row_inputs[cache.storage][rows.inputs], cache, self._forms, rows)
 
     def _reach(self, storage: Storage, end: int) -> int:
         """Return how many slots a pass is given to read the first `end`: all of them where their number is data."""
-        return storage.capacity if self._mask_kinds.reads_all else self.buckets.reach(end)
-
-    def _exact_shape(self, cache: KVCache, width: int) -> _Shape:
-        """Return one shape for all passes over a sequence.
-
-        Kernels are picked by shape, including the number of rows whose logits are computed.
-        """
-        return _Shape(width, self.buckets.capacity(cache.capacity), last_only=False, resumes=False)
+        return storage.capacity if self.reads_all_slots else self.buckets.reach(end)
 
     def _buffers(self, cache: KVCache, width: int) -> _Buffers:
         known = self._inputs.setdefault(cache.storage, {})
@@ -362,23 +333,21 @@ class StaticRunner:
         buffers = self._buffers(cache, shape.width)
         states = buffers.states if shape.resumes else None
         positions = buffers.positions if shape.is_tree else None
-        outputs = self._compute_at(
-            part, cache, shape, buffers.token_ids, buffers.slots(), buffers.last, states, positions
-        )
+        token_ids, last = buffers.token_ids, buffers.last
+        outputs = self._compute_at(part, cache, shape, token_ids, buffers.slots(), last, states, positions)
         if self._recorder is None:
             return outputs
         # Recorded with the pass, this costs the host nothing. Trees are judged outside: their shape is data of the round.
         drafted = part.verifies and shape.width > 1 and not shape.last_only and not shape.is_tree
-        judged = judge(outputs.logits, buffers.token_ids, buffers.last, drafted=drafted, looks=shape.looks)
-        return replace(outputs, judged=judged)
+        return judged(outputs, token_ids, last, drafted=drafted, looks=shape.looks)
 
     def _compute_chain(self, part: Part, cache: KVCache, shape: _Shape) -> Written:
         buffers = self._buffers(cache, 1)
         slots = buffers.slots()
 
         def step(token_ids: Tensor, index: int) -> Written:
-            outputs = unbatch(self._compute_at(part, cache, shape, token_ids, slots + index, buffers.last, None))
-            return one_token(outputs, looks=shape.looks)
+            outputs = self._compute_at(part, cache, shape, token_ids, slots + index, buffers.last)
+            return one_token(Outputs(outputs.logits[0], outputs.states), looks=shape.looks)
 
         return write_by(step, buffers.token_ids, shape.num_tokens)
 
@@ -389,7 +358,7 @@ class StaticRunner:
         token_ids = torch.cat([buffers.token_ids[0], drafted, padding])[None]
         slots = buffers.slots() + torch.arange(shape.width, device=self._device)
         last = torch.full_like(buffers.last, shape.num_tokens)
-        outputs = self._compute_at(whole, cache, shape, token_ids, slots, last, None)
+        outputs = self._compute_at(whole, cache, shape, token_ids, slots, last)
         choices = most_likely(outputs.logits[0, : shape.num_tokens + 1])
         return Verdict(accept_greedy(drafted, choices))
 
@@ -401,27 +370,14 @@ class StaticRunner:
         token_ids: Tensor,
         slots: Tensor,
         last: Tensor,
-        states: Tensor | None,
+        states: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Outputs:
-        window, last_slot = cache.window, slots.index_select(0, last)
-        window.begin(slots, last, last_slot, self._mask_kinds.masks(slots, shape.num_slots, positions))
+        last_slot, masks = slots.index_select(0, last), self._forms.masks(slots, shape.num_slots, positions)
         if positions is None:
             positions = torch.minimum(slots, last_slot)  # padding has the last token's position
-        try:
-            return part.compute(
-                Inputs(
-                    token_ids=token_ids,
-                    positions=positions[None],
-                    cache=cache,
-                    logits_to_keep=last if shape.last_only else 0,
-                    states=states,
-                    last=last,
-                    masks=window.masks,
-                )
-            )
-        finally:
-            window.end_pass()
+        kept = last if shape.last_only else 0
+        return compute_in_window(part, cache, token_ids, slots, last, last_slot, positions[None], masks, kept, states)
 
 
 def _default_recorder(device: torch.device, blocks: CompiledBlocks | None) -> PassRecorder | None:
@@ -451,8 +407,8 @@ class _Shape:
 
     width: int
     num_slots: int
-    last_only: bool
-    resumes: bool
+    last_only: bool = False
+    resumes: bool = False
     num_tokens: int = 1
     """Number of tokens that the pass generates, one position each; 1 in a pass that returns logits."""
     looks: bool = False

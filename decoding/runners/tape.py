@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decoding.kernels.joined_calls import join_calls, result
+from decoding.kernels.calls import join_calls, result
 from decoding.runners.compilation import CompiledBlocks, without_guards
 from decoding.runners.graphs import OutputsT
 

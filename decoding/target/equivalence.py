@@ -260,7 +260,7 @@ def find_tree_difference(target: Target) -> str | None:
         tree = torch.cat([ids[:, start : start + TOKENS_AFTER], ids[:, length:]], dim=1)
         positions = [*range(start, start + TOKENS_AFTER), *(start + 1 + depth for depth in LEAVES)]
         try:
-            found = target.run_tree(target.whole, tree, cache, start, positions).logits
+            found = target.run(target.whole, tree, cache, start, positions=positions).logits
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
             return f"its attention takes no mask that hides side branches from one another{which}"
         chain = _logits(target, ids, [TOKENS_AFTER], start)

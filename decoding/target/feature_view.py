@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from decoding.cache.kv_cache import KVCache
-from decoding.cache.unrolled_cache import UnrolledCache, unrolled_mask
 from decoding.errors import UnsupportedModelError
 from decoding.runners.contract import Inputs, Outputs
 from decoding.target.feature_head import FeatureHead, Join, states_before
@@ -39,7 +39,7 @@ class FeatureView:
         """Run the head on `token_ids` [1, width] from position `start`; logits [1, vocabulary] are those after the last.
 
         `states` [.., width, hidden] are those of the position before each token. The outputs' states are the head's own, one per
-        token; `looks` is as in `Runner.run`.
+        token; `looks` is as in `EagerRunner.run`.
         """
         return self._target.run(self._part, token_ids, cache, start, last_only=True, states=states, looks=looks)
 
@@ -58,14 +58,14 @@ def unrolled(
     if mask_kinds is None or target.unmaskable_reason is not None:
         raise UnsupportedModelError(f"no steps of a feature head can be unrolled: {target.unmaskable_reason}")
     lm_head = None if head.vocabulary is None else target.lm_heads.rows_for(head.vocabulary)
-    current, cache = PassState(), UnrolledCache(target.num_layers)
+    current, cache = PassState(), DynamicCache()
     passed_by = [Identity(each, target.anatomy.block_outputs) for each in list(target.blocks)[:-1]]
     blocks = [*passed_by, Join(Head(head.block), current)]
     part = ModelPart(target.model, target.anatomy.path, blocks, current, lm_head=lm_head)
     length = token_ids.shape[1]
     positions = torch.arange(length, device=token_ids.device)[None].expand(token_ids.shape[0], -1)
     for step in range(1, num_steps + 1):
-        allowed = unrolled_mask(step, length, mask_kinds.windows[-1], token_ids.device)
+        allowed = _unrolled_mask(step, length, mask_kinds.windows[-1], token_ids.device)
         mask = mask_kinds.formed(allowed).expand(token_ids.shape[0], -1, -1, -1)
         outputs = part.compute(
             Inputs(token_ids, positions, cache, length - first, states_before(states), masks=(mask,))
@@ -73,3 +73,18 @@ def unrolled(
         assert outputs.states is not None, "the head records its states"
         states = outputs.states
         yield outputs.logits
+
+
+def _unrolled_mask(step: int, length: int, window: int | None, device: torch.device) -> Tensor:
+    """Return the mask [length, step * length] of step `step`, counted from 1: True where a position attends to a key.
+
+    Step n at position p belongs to the round that began at position p - n + 1. Such a round has read the positions up to its
+    beginning by its first step, and each later position by one more step. The keys are those of all positions, step after step.
+    `window` is the number of positions that the layer attends to, or None for all.
+    """
+    position = torch.arange(length, device=device)[:, None]
+    key = torch.arange(length, device=device)[None]
+    begun = position - step + 1
+    near = torch.ones_like(key <= position) if window is None else key > position - window
+    own = [key == begun + number for number in range(1, step)]
+    return torch.cat([(key <= begun) & near, *(each & near for each in own)], dim=-1)

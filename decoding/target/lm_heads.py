@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from decoding.errors import UnsupportedModelError
-from decoding.runners.contract import Runner
+from decoding.runners.eager import EagerRunner
 from decoding.target.draft_vocabulary import DraftVocabulary
 from decoding.target.parts import LMHead, find_lm_head, with_fast_linears
 from decoding.target.quantised import QuantisedLayers, is_plain_linear
@@ -22,7 +22,7 @@ class LMHeads:
     """The LM heads of one target. None stands for the model's own, called as the model does."""
 
     def __init__(
-        self, model: PreTrainedModel, runner: Runner, weights: ModelWeights, quantised: QuantisedLayers
+        self, model: PreTrainedModel, runner: EagerRunner, weights: ModelWeights, quantised: QuantisedLayers
     ) -> None:
         self._model, self._runner, self._weights, self._quantised = model, runner, weights, quantised
         # Weak: rows are copies of weights, and are not to outlive the views that draft from them.

@@ -16,10 +16,9 @@ from decoding.cache.kv_cache import KVCache
 from decoding.errors import UnsupportedRunnerError
 from decoding.runners import PLAIN_RUNNER, build_runner
 from decoding.runners.compilation import PREPARING, call_block
-from decoding.runners.contract import Outputs, Part, PassRequest, Runner, RunnerFactory, Written
-from decoding.runners.eager import EagerRunner
+from decoding.runners.contract import Outputs, Part, PassRequest, Written, write_by
+from decoding.runners.eager import EagerRunner, RunnerFactory
 from decoding.runners.features import SpeedFeatures
-from decoding.runners.greedy_chain import write_by
 from decoding.runners.masks import MaskKinds
 from decoding.target.anatomy import Anatomy, examine, find_mask_kinds, find_rope_change, follow, refuse_recurrent_state
 from decoding.target.attention import repeats_of, with_grouped_attention
@@ -68,7 +67,7 @@ class Target:
         self.anatomy = separable(model, examine(shallow_copy(model), self.config))
         self._rope_change = find_rope_change(self.config)
         self.mask_kinds, self.maskless_reason = _mask_kinds_of(self.config, self.dtype, self.anatomy)
-        self.runner: Runner = self._build_runner(runner, exact_width)
+        self.runner = self._build_runner(runner, exact_width)
         # Only where it is needed: weights that are not in memory have no address.
         self._tied = tied_addresses(model) if self.runner.features.fused_projections else frozenset()
         self._weights = ModelWeights(model, frequencies_change=self._rope_change is not None)
@@ -83,7 +82,7 @@ class Target:
         if self.runner.block_call is not None:
             check_runner(self, Target(model, self._eager_runner))
 
-    def _build_runner(self, runner: str | RunnerFactory, exact_width: int | None) -> Runner:
+    def _build_runner(self, runner: str | RunnerFactory, exact_width: int | None) -> EagerRunner:
         if runner == PLAIN_RUNNER and exact_width is None:
             return EagerRunner(self.mask_kinds)
         if self.mask_kinds is None:
@@ -116,7 +115,7 @@ class Target:
             if other is not self:
                 other.runner.drop_recordings()
 
-    def _eager_runner(self, mask_kinds: MaskKinds, device: torch.device) -> Runner:
+    def _eager_runner(self, mask_kinds: MaskKinds, device: torch.device) -> EagerRunner:
         """Return the runner with which this target's passes are compared; it drafts from the same vocabulary."""
         own = self.runner.features
         features = SpeedFeatures(draft_vocabulary=own.draft_vocabulary, token_counts=own.token_counts)
@@ -218,20 +217,22 @@ class Target:
         last_only: bool = False,
         states: Tensor | None = None,
         looks: bool = False,
+        positions: Sequence[int] | None = None,
     ) -> Outputs:
-        """Run a pass; see `Runner.run`. A sequence in lockstep waits for the others' passes (`decoding.lockstep`)."""
+        """Run a pass; see `EagerRunner.run`. A sequence in lockstep waits for the others' passes (`decoding.lockstep`).
+
+        It has no side leaves, whose `positions` would be given.
+        """
         if cache.company is not None:
             return cache.company.run(part, PassRequest(token_ids, cache, start, last_only, states, looks))
-        return self.runner.run(part, token_ids, cache, start, last_only=last_only, states=states, looks=looks)
-
-    def run_tree(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, positions: Sequence[int]) -> Outputs:
-        """Run a chain and its side leaves; see `Runner.run_tree`. The sequence must not be in lockstep."""
-        return self.runner.run_tree(part, token_ids, cache, start, positions)
+        return self.runner.run(
+            part, token_ids, cache, start, last_only=last_only, states=states, looks=looks, positions=positions
+        )
 
     def write_greedily(
         self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int, *, looks: bool = False
     ) -> Written:
-        """Draft greedily; see `Runner.write_greedily`. Sequences in lockstep draft together, as far as each wants to."""
+        """Draft greedily; see `EagerRunner.write_greedily`. Sequences in lockstep draft together, as far as each wants to."""
         if (company := cache.company) is None:
             return self.runner.write_greedily(part, token_ids, cache, start, num_tokens, looks=looks)
 

@@ -53,7 +53,7 @@ class DraftView:
         return self.run(token_ids, cache, start).logits
 
     def run(self, token_ids: Tensor, cache: KVCache, start: int, *, looks: bool = False) -> Outputs:
-        """Run the last position of `token_ids` [1, width]; `looks` as in `Runner.run`.
+        """Run the last position of `token_ids` [1, width]; `looks` as in `EagerRunner.run`.
 
         The outputs' states are the boundary states [.., width, hidden], if they are kept.
         """
@@ -62,12 +62,12 @@ class DraftView:
     def write(self, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int, *, looks: bool = False) -> Written:
         """Draft `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`, recording boundary states if kept.
 
-        `looks` as in `Runner.write_greedily`.
+        `looks` as in `EagerRunner.write_greedily`.
         """
         return self._target.write_greedily(self._part, token_ids, cache, start, num_tokens, looks=looks)
 
     def run_round(self, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Tensor:
-        """Draft and verify; see `Runner.run_round`. The sequence must not be in lockstep."""
+        """Draft and verify; see `EagerRunner.run_round`. The sequence must not be in lockstep."""
         target = self._target
         return target.runner.run_round(self._part, target.whole, token_ids, cache, start, num_tokens)
 
@@ -169,7 +169,7 @@ class TappedView:
     """The whole model, recording the states before a boundary."""
 
     def __init__(self, target: Target, boundary: int) -> None:
-        self._run, self._run_tree = target.run, target.run_tree
+        self._run = target.run
         current, blocks = PassState(), list(target.stack)
         blocks[boundary - 1] = Tap(blocks[boundary - 1], current.tap)
         self._part = target.part(blocks, current, is_whole=True)
@@ -185,13 +185,17 @@ class TappedView:
         assert outputs.states is not None, "the boundary is tapped"
         return outputs.logits, outputs.states
 
-    def run(self, token_ids: Tensor, cache: KVCache, start: int, *, last_only: bool = False) -> Outputs:
-        """Run `token_ids` [1, width]; the outputs' states are those at the boundary."""
-        return self._run(self._part, token_ids, cache, start, last_only=last_only)
-
-    def run_tree(self, token_ids: Tensor, cache: KVCache, start: int, positions: Sequence[int]) -> Outputs:
-        """Run a chain and its side leaves as `Runner.run_tree` does; states as in `run`."""
-        return self._run_tree(self._part, token_ids, cache, start, positions)
+    def run(
+        self,
+        token_ids: Tensor,
+        cache: KVCache,
+        start: int,
+        *,
+        last_only: bool = False,
+        positions: Sequence[int] | None = None,
+    ) -> Outputs:
+        """Run `token_ids` [1, width], as `EagerRunner.run` does; the outputs' states are those at the boundary."""
+        return self._run(self._part, token_ids, cache, start, last_only=last_only, positions=positions)
 
 
 class ExitView:
@@ -233,7 +237,7 @@ class ExitView:
     def run(
         self, token_ids: Tensor, cache: KVCache, start: int, pending: Tensor | None, *, looks: bool = False
     ) -> Outputs:
-        """Run as `forward` does; `looks` as in `Runner.run`."""
+        """Run as `forward` does; `looks` as in `EagerRunner.run`."""
         part = self._step if pending is None else self._from_pending
         return self._target.run(part, token_ids, cache, start, last_only=True, states=pending, looks=looks)
 
@@ -241,7 +245,7 @@ class ExitView:
         """Draft `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`.
 
         Also return the exit states of the passes. The head must have processed every position before `start`. `looks` as
-        in `Runner.write_greedily`.
+        in `EagerRunner.write_greedily`.
         """
         return self._target.write_greedily(self._step, token_ids, cache, start, num_tokens, looks=looks)
 

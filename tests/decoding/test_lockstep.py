@@ -23,7 +23,8 @@ from decoding.rounds import Prefill, Round
 from decoding.runners import static
 from decoding.runners.buckets import Buckets
 from decoding.runners.compilation import compiling
-from decoding.runners.contract import Outputs, Part, Runner
+from decoding.runners.contract import Outputs, Part
+from decoding.runners.eager import EagerRunner
 from decoding.runners.masks import MaskKinds
 from decoding.runners.shared_pass import RowInputs, Rows, compute_rows
 from decoding.runners.static import StaticRunner
@@ -294,7 +295,7 @@ PADDED = Buckets((1, 4, 9), slot_step=16, all_rows=True)
 """As on a GPU, where a shared pass covers all rows of the storage, but with few shapes."""
 
 
-def padded(mask_kinds: MaskKinds, device: torch.device) -> Runner:
+def padded(mask_kinds: MaskKinds, device: torch.device) -> EagerRunner:
     return StaticRunner(mask_kinds, device, compiled=False, buckets=PADDED)
 
 

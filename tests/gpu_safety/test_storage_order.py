@@ -36,7 +36,7 @@ def test_other_free_storages_change_nothing() -> None:
 
 def test_nothing_is_forgotten_when_the_longest_sequence_is_reserved_first() -> None:
     target, recorder = target_and_recorder()
-    target.runner.reserve(target.num_layers, 240)
+    target.runner.new_cache(target.num_layers, 240)
     plain_decoder(target).generate(SHORT)
     before = recorder.num_recorded
     plain_decoder(target).generate(Request(list(range(5, 60)) * 3, Ending(60)))

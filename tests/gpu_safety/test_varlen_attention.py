@@ -104,7 +104,7 @@ def test_one_recording_serves_every_context(features: SpeedFeatures, num_recordi
     recorder = CountingRecorder()
     target = recorded_target("llama", recorder, features=features, max_position_embeddings=512)
     (request,) = requests([(GPU_BUCKETS.slot_step - 12, 24)])
-    target.runner.reserve(target.num_layers, 2 * GPU_BUCKETS.slot_step)
+    target.runner.new_cache(target.num_layers, 2 * GPU_BUCKETS.slot_step)
     before = recorder.num_recorded
     plain_decoder(target).generate(request)
     assert recorder.num_recorded - before == num_recordings

@@ -13,7 +13,7 @@ from torch import nn
 from decoding.drafts import Draft
 from decoding.rounds import Round
 from decoding.runners.buckets import GPU_BUCKETS, Buckets
-from decoding.runners.contract import RunnerFactory
+from decoding.runners.eager import RunnerFactory
 from decoding.runners.graphs import OutputsT, PassRecorder
 from decoding.runners.static import StaticRunner
 from tuner.measuring.clock import Clock, Elapsed

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from decoding.kernels.calls import Call, ConsecutiveCalls
-from decoding.kernels.joined_calls import CompiledKernel, KernelCall, join_calls, kernel_calls, result
+from decoding.kernels.calls import Call, CompiledKernel, ConsecutiveCalls, KernelCall, join_calls, kernel_calls, result
 from decoding.runners.compilation import CompiledBlocks, compiling
 from decoding.runners.contract import Outputs
 from decoding.runners.tape import Tapes

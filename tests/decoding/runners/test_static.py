@@ -27,7 +27,8 @@ from decoding.rounds import Generation
 from decoding.runners import compilation
 from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
 from decoding.runners.compilation import CompiledBlocks, call_block
-from decoding.runners.contract import Outputs, Part, Runner
+from decoding.runners.contract import Outputs, Part
+from decoding.runners.eager import EagerRunner
 from decoding.runners.masks import MaskKinds, Positions
 from decoding.runners.static import StaticRunner
 from decoding.runners.tape import Tapes
@@ -56,7 +57,7 @@ DRAFTS: dict[str, Draft] = {
 DROPS_LAST = RULES["AdaEDL, last dropped"]
 
 
-def unwrapped(buckets: Buckets = CPU_BUCKETS) -> Callable[[MaskKinds, torch.device], Runner]:
+def unwrapped(buckets: Buckets = CPU_BUCKETS) -> Callable[[MaskKinds, torch.device], EagerRunner]:
     """Make static runners that compile nothing. With a CPU's buckets they record tapes, as compiled ones do."""
 
     def make(masks: MaskKinds, device: torch.device) -> StaticRunner:

@@ -14,7 +14,7 @@ from torch import Tensor
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.runners.compilation import CompiledBlocks
-from decoding.runners.contract import Judged, Outputs
+from decoding.runners.contract import Outputs
 from decoding.runners.tape import Tapes
 from decoding.target import Target
 from decoding.text import Ending
@@ -36,7 +36,7 @@ class Pass:
         self.num_runs += 1
         self.kept.add_(self.given)
         logits = self.given * self.weight + 1
-        return Outputs(logits, None, Judged(logits.argmax(), verdict=None, confidence=self.kept * 2))
+        return Outputs(logits, None, logits.argmax(), None, self.kept * 2)
 
 
 @pytest.fixture
@@ -56,11 +56,10 @@ def test_a_replay_computes_from_what_the_memory_holds_now(tapes: Tapes) -> None:
     assert run.num_runs == num_runs, "the tape runs, and not the function"
     assert again.logits.tolist() == [16, 4, 1]
     assert again.states is None
-    assert again.judged is not None
-    assert again.judged.choices.item() == 0
-    assert again.judged.verdict is None
-    assert again.judged.confidence is not None
-    assert again.judged.confidence.tolist() == [10, 2, 0]
+    assert again.choices.item() == 0
+    assert again.verdict is None
+    assert again.looked is not None
+    assert again.looked.tolist() == [10, 2, 0]
     assert run.kept.tolist() == [5, 1, 0], "what a pass writes in place is written by its replay"
 
 

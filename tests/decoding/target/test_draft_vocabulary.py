@@ -19,7 +19,6 @@ from decoding.drafters.build import build_drafter
 from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafts import LayerSkip
 from decoding.rounds import Generation
-from decoding.runners.contract import Runner
 from decoding.runners.eager import EagerRunner
 from decoding.runners.features import SpeedFeatures
 from decoding.runners.masks import MaskKinds
@@ -38,13 +37,13 @@ REQUEST = Request(some_tokens(9), Ending(16))
 FAMILIES = [family for family in SUPPORTED if family != "bloom"]
 EVERY_THIRD = tuple(range(0, VOCABULARY, 3))
 COUNTS = tuple(int(token in EVERY_THIRD) for token in range(VOCABULARY))
-RUNNERS: dict[str, Callable[..., Runner]] = {
+RUNNERS: dict[str, Callable[..., EagerRunner]] = {
     "eager": EagerRunner,
     "static": functools.partial(StaticRunner, compiled=False),
 }
 
 
-def reduced(runner: str, size: int, counts: tuple[int, ...] | None) -> Callable[[MaskKinds, torch.device], Runner]:
+def reduced(runner: str, size: int, counts: tuple[int, ...] | None) -> Callable[[MaskKinds, torch.device], EagerRunner]:
     return functools.partial(RUNNERS[runner], features=SpeedFeatures(draft_vocabulary=size, token_counts=counts))
 
 

@@ -16,7 +16,7 @@ from decoding.draft_length import Controller, Fixed
 from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.kernels import linear
 from decoding.rounds import Generation
-from decoding.runners.contract import Runner
+from decoding.runners.eager import EagerRunner
 from decoding.runners.features import SpeedFeatures
 from decoding.runners.masks import MaskKinds
 from decoding.runners.static import StaticRunner
@@ -37,7 +37,7 @@ SAVED = {"gptj": 2, "gpt_oss": 2, "mixtral": 2} | dict.fromkeys(
 FAMILIES = [family for family in SUPPORTED if family != "bloom"]
 
 
-def fusing(compiled: bool = False) -> Callable[[MaskKinds, torch.device], Runner]:
+def fusing(compiled: bool = False) -> Callable[[MaskKinds, torch.device], EagerRunner]:
     return functools.partial(StaticRunner, compiled=compiled, features=FUSED)
 
 

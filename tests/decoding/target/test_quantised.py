@@ -17,7 +17,6 @@ from decoding.drafters.build import check_draft
 from decoding.drafts import LayerSkip
 from decoding.errors import UnsupportedModelError
 from decoding.kernels.choice import quantised_linear as quantised
-from decoding.runners.contract import Runner
 from decoding.runners.eager import EagerRunner
 from decoding.runners.features import SpeedFeatures
 from decoding.runners.static import StaticRunner
@@ -29,7 +28,7 @@ from tests.support.grid import WITHOUT_LINEARS
 from tests.support.heads import untrained_head
 
 TOKENS = torch.tensor([some_tokens(9)])
-RUNNERS: dict[str, Callable[..., Runner]] = {
+RUNNERS: dict[str, Callable[..., EagerRunner]] = {
     "eager": EagerRunner,
     "static": functools.partial(StaticRunner, compiled=False),
 }

@@ -20,7 +20,7 @@ from decoding.drafts import Draft, LayerSkip
 from decoding.errors import UnsupportedModelError
 from decoding.rounds import Generation
 from decoding.runners.buckets import GPU_BUCKETS
-from decoding.runners.contract import RunnerFactory
+from decoding.runners.eager import RunnerFactory
 from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.static import StaticRunner
 from decoding.runners.tape import Tapes
