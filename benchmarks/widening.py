@@ -51,8 +51,7 @@ from decoding.exit_heads import (
 )
 from decoding.fingerprint import fingerprint
 from decoding.target import FeatureHead, Target
-from decoding.target.exit_head import new_exit_head
-from decoding.target.feature_head import new_feature_head
+from decoding.target.heads import new_exit_head, new_feature_head
 from tuner.inputs.models import DTYPES
 
 SILENT_OUTSIDE = frozenset({"embed_tokens", "o_proj", "down_proj"})

@@ -22,8 +22,7 @@ from decoding.documents.strict_yaml import Document, validate
 from decoding.errors import ExitHeadError, one_line
 from decoding.fingerprint import Fingerprint, fingerprint
 from decoding.target import DraftVocabulary, ExitHead, FeatureHead, Target
-from decoding.target.exit_head import new_exit_head
-from decoding.target.feature_head import new_feature_head
+from decoding.target.heads import new_exit_head, new_feature_head
 
 METADATA_KEY = "sdtune"
 EXIT_SCHEMA: Literal["sdtune-exit-head/v1"] = "sdtune-exit-head/v1"

@@ -24,8 +24,7 @@ from decoding.errors import UnsupportedRunnerError, one_line
 from decoding.runners.buckets import GPU_BUCKETS
 from decoding.runners.graphs import CudaGraphs
 from decoding.runners.masks import MaskKinds
-from decoding.target.attention import grouped_attention
-from decoding.target.backends import attention_backends
+from decoding.target.attention import attention_backends, grouped_attention
 from decoding.target.varlen import find_kernel, varlen_attention
 from decoding.timing.passes import Stopwatch
 

@@ -20,7 +20,7 @@ from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.graphs import CudaGraphs, OutputsT, PassRecorder
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
-from decoding.target.feature_head import new_feature_head
+from decoding.target.heads import new_feature_head
 from tuner.config import DistillSettings
 from tuner.fields import PromptSettings
 from tuner.heads.texts import GeneratedText

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from decoding.errors import ExitHeadError, TargetMismatchError, UnsupportedModelError, UnsupportedRunnerError
 from decoding.fingerprint import fingerprint
 from decoding.profile import DraftProfile
-from decoding.target.parts import has_compiled_forward
+from decoding.target.stand_ins import has_compiled_forward
 
 OnMismatch = Literal["error", "warn", "plain"]
 """What happens with a profile that does not fit.

@@ -25,7 +25,7 @@ from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.runners.contract import Outputs, Written, one_token, write_by
 from decoding.target import FeatureHead, FeatureView, TappedView, Target
-from decoding.target.feature_head import states_before
+from decoding.target.heads import states_before
 from decoding.text import Shaping, TokenSequence
 
 

@@ -1,6 +1,6 @@
 """Draft with a feature head, which reads the target's last hidden state and the last token, and then its own output.
 
-After EAGLE (arXiv 2401.15077); `decoding.target.feature_head` says what differs.
+After EAGLE (arXiv 2401.15077); `decoding.target.heads` says what differs.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import torch
 from decoding.errors import one_line
 from decoding.memory import is_out_of_memory, without_garbage_collection
 
+
 class Copyable(Protocol):
     """Outputs that can be copied out of a recording's memory."""
 

@@ -1,11 +1,9 @@
 """The only package that knows transformers' internals: layer stacks and views of them."""
 
 from decoding.target.anatomy import Anatomy, RopeChange, Sublayer
-from decoding.target.draft_vocabulary import DraftVocabulary
 from decoding.target.equivalence import agree
-from decoding.target.exit_head import ExitHead
-from decoding.target.feature_head import FeatureHead
-from decoding.target.feature_view import FeatureView
+from decoding.target.heads import ExitHead, FeatureHead, FeatureView
+from decoding.target.lm_heads import DraftVocabulary
 from decoding.target.target import Target
 from decoding.target.views import BlockView, DraftView, ExitView, ResumeView, TappedView
 

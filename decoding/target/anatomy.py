@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
@@ -17,8 +19,12 @@ from decoding.cache.kv_cache import KVCache
 from decoding.errors import SdtuneError, UnsupportedModelError, UnsupportedRunnerError, one_line
 from decoding.memory import is_out_of_memory
 from decoding.runners.masks import MaskKinds
-from decoding.target.plain_attention import AttentionCalls, Call, is_plain
 from decoding.target.stand_ins import first_of
+
+REPLACED = "sdpa"
+"""transformers' implementation of attention whose place kernels take."""
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Anatomy:
     mlp: tuple[Sublayer | None, ...]
     """Per block, the largest other module that keeps the shape of the hidden states."""
     attends_plainly: tuple[bool, ...]
-    """Per block, True if its attention is one that a kernel may take over (see `decoding.target.plain_attention`), and gets its
+    """Per block, True if its attention is one that a kernel may take over (see `_is_plain`), and gets its
     mask by name.
     """
 
@@ -108,7 +114,7 @@ def examine(model: PreTrainedModel, config: Any) -> Anatomy:
     blocks = follow(model, path)
     cache = KVCache(len(blocks), capacity=2)
     outputs: list[int] = []
-    calls, seen_calls, mask_names = AttentionCalls(), list[list[Call]](), list[bool]()
+    calls, seen_calls, mask_names = _AttentionCalls(), list[list[Call]](), list[bool]()
     children: list[list[tuple[str, Sublayer, bool, bool]]] = [[] for _ in blocks]
 
     def watch_block(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -156,7 +162,7 @@ def examine(model: PreTrainedModel, config: Any) -> Anatomy:
         is_mlp = heaviest is not None and any(p.ndim > 1 for p in getattr(block, heaviest.name).parameters())
         mlp.append(heaviest if is_mlp else None)
     plainly = [
-        named and sublayer is not None and is_plain(getattr(block, sublayer.name), calls_of_block)
+        named and sublayer is not None and _is_plain(getattr(block, sublayer.name), calls_of_block)
         for block, sublayer, named, calls_of_block in zip(blocks, attention, mask_names, seen_calls, strict=True)
     ]
     return Anatomy(path, outputs[0], tuple(attention), tuple(mlp), tuple(plainly))
@@ -241,3 +247,51 @@ def find_mask_kinds(config: Any, dtype: torch.dtype) -> MaskKinds:
     windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     # Additive for `sdpa` too: it would turn a boolean mask into an additive one in every layer.
     return MaskKinds(windows, additive=dtype)
+
+
+class _AttentionCalls(TorchFunctionMode):
+    """Notes the calls of torch's attention made under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: list[Call] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function is scaled_dot_product_attention:
+            self._noted.append((tuple(args), dict(kwargs or {})))
+        return function(*args, **(kwargs or {}))
+
+    def take(self) -> list[Call]:
+        """Return the calls noted since the last time."""
+        noted, self._noted = self._noted, []
+        return noted
+
+
+def _is_plain(attention: nn.Module, calls: Sequence[Call]) -> bool:
+    """Return True if a kernel that knows scale, window and shared heads may compute this layer's `calls`.
+
+    Judged is what a layer does, not what it is called: one call of `scaled_dot_product_attention`, by which every position
+    sees itself and the positions before it, without dropout or a bias of the scores.
+    """
+    implementation = getattr(getattr(attention, "config", None), "_attn_implementation", None)
+    if implementation != REPLACED or len(calls) != 1:
+        return False
+    given, named = calls[0]
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    call: dict[str, Any] = {**dict(zip(names, given, strict=False)), **named}
+    sizes = {call[name].shape[-1] for name in ("query", "key", "value")}
+    lengths = {call[name].shape[-2] for name in ("query", "key", "value")}
+    return len(sizes) == len(lengths) == 1 and not call.get("dropout_p") and _is_causal(call, lengths.pop())
+
+
+def _is_causal(call: Mapping[str, Any], length: int) -> bool:
+    mask: Tensor | None = call.get("attn_mask")
+    if mask is None:
+        return bool(call.get("is_causal"))
+    seen = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+    if mask.dtype is not torch.bool:
+        hidden = torch.full_like(mask, torch.finfo(mask.dtype).min)
+        return bool((mask == torch.where(seen, 0, hidden)).all())
+    return bool((mask == seen).all())

@@ -6,46 +6,21 @@ model is never changed, so dropping a part leaves no traces.
 
 from __future__ import annotations
 
-import copy
-import functools
-import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from decoding.cache.rounds_cache import RoundsCache, RoundsChunk
 from decoding.errors import UnsupportedModelError
-from decoding.kernels.choice import fast_linear
-from decoding.runners.contract import BlockCall, Inputs, Outputs
+from decoding.runners.contract import Inputs, Outputs
 from decoding.target.anatomy import Anatomy
-from decoding.target.backends import attention_backends
-from decoding.target.draft_vocabulary import DraftLMHead
-from decoding.target.stand_ins import FixedShapes, FixedShapesLMHead, Identity, PassState, Zero
-from decoding.target.weights import Make
+from decoding.target.attention import attention_backends
+from decoding.target.stand_ins import FixedShapes, Identity, PassState, Zero, shallow_copy
 
-
-@dataclass(frozen=True, slots=True)
-class LMHead:
-    """The LM head of a part: its name, its replacement, and how that is called on one position of a fixed-shape pass."""
-
-    name: str
-    own: nn.Linear
-    """The model's own."""
-    module: nn.Module
-    """Its replacement, or the rows of it that a draft computes."""
-    call: BlockCall | None
-    """None if it is called like any module."""
-    token_ids: Tensor | None = None
-    """[rows]: the tokens of these rows; None if they are all."""
-
-    def stand_in(self, current: PassState) -> nn.Module:
-        """Return the module in the LM head's place."""
-        module = self.module if self.call is None else FixedShapesLMHead(self.module, current, self.call)
-        return module if self.token_ids is None else DraftLMHead(self.own, module, self.token_ids)
+if TYPE_CHECKING:
+    from decoding.target.lm_heads import LMHead
 
 
 class ModelPart:
@@ -132,13 +107,6 @@ class ModelPart:
             current.end()
 
 
-def find_lm_head(model: nn.Module) -> str | None:
-    """Return the attribute name of the model's own linear LM head, or None."""
-    lm_head = getattr(model, "get_output_embeddings", lambda: None)()
-    children = model.named_children() if type(lm_head) is nn.Linear else ()
-    return next((name for name, child in children if child is lm_head), None)
-
-
 def _kept(logits: Tensor, wanted: int | Tensor) -> Tensor:
     """Return the requested logits [batch, n, vocabulary]; not every family supports `logits_to_keep`."""
     if isinstance(wanted, Tensor):
@@ -161,7 +129,7 @@ def without(block: nn.Module, index: int, anatomy: Anatomy, skip_attention: bool
     if not skip_attention and not skip_mlp:
         return block
     if skip_attention and skip_mlp:
-        return Identity(block, anatomy.block_outputs)
+        return Identity(block, num_outputs=anatomy.block_outputs)
     if isinstance(block, FixedShapes):
         return block.around(without(block.block, index, anatomy, skip_attention, skip_mlp))
     sublayer = (anatomy.attention if skip_attention else anatomy.mlp)[index]
@@ -171,7 +139,7 @@ def without(block: nn.Module, index: int, anatomy: Anatomy, skip_attention: bool
             f"block {index} has no separate {kind} module that it runs without: only the whole block can be skipped"
         )
     partial = shallow_copy(block)
-    setattr(partial, sublayer.name, Zero(getattr(block, sublayer.name), sublayer.num_outputs))
+    setattr(partial, sublayer.name, Zero(getattr(block, sublayer.name), num_outputs=sublayer.num_outputs))
     return partial
 
 
@@ -190,30 +158,6 @@ def with_blocks(model: nn.Module, path: tuple[str, ...], blocks: Sequence[nn.Mod
     return view
 
 
-def with_fast_linears(module: nn.Module, copied: Callable[[Make], nn.Module] = operator.call) -> nn.Module:
-    """Return a copy of `module` with faster linear layers for few positions on a CPU, or `module` if it has none.
-
-    `copied` makes those that hold a copy of a weight; see `ModelWeights.copied`.
-    """
-    return with_replaced(module, partial(fast_linear, copied=copied))
-
-
-def with_replaced(module: nn.Module, replacement: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """Return a copy of `module` with each module inside replaced by its `replacement`, or `module` if nothing changes.
-
-    A module that is to stay is its own replacement. Everything that stays is shared with the original.
-    """
-    if (other := replacement(module)) is not module:
-        return other
-    children = {name: with_replaced(child, replacement) for name, child in module.named_children()}
-    if all(children[name] is child for name, child in module.named_children()):
-        return module
-    twin = shallow_copy(module)
-    for name, child in children.items():
-        setattr(twin, name, child)
-    return twin
-
-
 class _Blocks(nn.ModuleList):
     """A block list that returns itself as its full slice.
 
@@ -224,23 +168,3 @@ class _Blocks(nn.ModuleList):
         if isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
             return self
         return super().__getitem__(index)
-
-
-def has_compiled_forward(module: nn.Module) -> bool:
-    """Return True after `module.forward = torch.compile(module.forward)`."""
-    return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
-
-
-def shallow_copy(module: nn.Module) -> nn.Module:
-    """Return a module of the same class that shares everything but its table of children, and is not compiled."""
-    twin = copy.copy(module)  # without what `module.compile()` made
-    twin.__dict__["_modules"] = dict(module._modules)
-    hooked = module.__dict__.get("forward")
-    if has_compiled_forward(module):
-        del twin.__dict__["forward"]  # it is bound to the module: the copy would run the module's children, not its own
-    elif isinstance(hooked, functools.partial) and hooked.args[:1] == (module,):
-        # accelerate replaces `forward` by a partial that holds the module (device_map): let it hold the copy instead.
-        twin.__dict__["forward"] = functools.partial(hooked.func, twin, *hooked.args[1:], **hooked.keywords)
-        if "_old_forward" in twin.__dict__:
-            twin.__dict__["_old_forward"] = type(module).forward.__get__(twin)
-    return twin

@@ -1,7 +1,9 @@
-"""Modules that replace a block or sublayer at its index."""
+"""Modules that replace a block or sublayer at its index, and copies of modules that share all else."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +24,10 @@ class StandIn(nn.Module):
     Families read some in their loop, e.g. `attention_type`.
     """
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, **own: Any) -> None:
+        """`own` become attributes. None of them is registered as a child, nor is the block: its weights belong to the model."""
         super().__init__()
-        self.__dict__["block"] = block  # not registered as a child: its weights belong to the model
+        self.__dict__.update(own, block=block)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -34,11 +37,7 @@ class StandIn(nn.Module):
 
 
 class Identity(StandIn):
-    """Passes the residual stream through unchanged."""
-
-    def __init__(self, block: nn.Module, num_outputs: int) -> None:
-        super().__init__(block)
-        self.num_outputs = num_outputs
+    """Passes the residual stream through unchanged, in the form of `num_outputs` (see `Sublayer`)."""
 
     def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Any:
         return _pack(hidden_states, self.num_outputs)
@@ -46,10 +45,6 @@ class Identity(StandIn):
 
 class Tap(StandIn):
     """Runs the block and hands its output states to `record`."""
-
-    def __init__(self, block: nn.Module, record: Callable[[Tensor], None]) -> None:
-        super().__init__(block)
-        self.__dict__["record"] = record
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self.block(*args, **kwargs)
@@ -97,11 +92,7 @@ class PassState(threading.local):
 
 
 class LastPosition(StandIn):
-    """Runs the block on the last position of a pass only."""
-
-    def __init__(self, block: nn.Module, current: PassState) -> None:
-        super().__init__(block)
-        self.__dict__["current"] = current
+    """Runs the block on the last position of the `current` pass only."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         current = self.current
@@ -112,12 +103,10 @@ class LastPosition(StandIn):
 
 
 class Resume(StandIn):
-    """Runs the block on the pass's known states, followed by the last incoming one if it `appends`."""
+    """Runs the block on the `current` pass's known states, followed by the last incoming one if it `appends`."""
 
     def __init__(self, block: nn.Module, current: PassState, *, appends: bool = False) -> None:
-        super().__init__(block)
-        self.appends = appends
-        self.__dict__["current"] = current
+        super().__init__(block, current=current, appends=appends)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         current = self.current
@@ -139,24 +128,16 @@ class Head(StandIn):
 
 
 class Emit(StandIn):
-    """Outputs known states instead of its input."""
+    """Outputs known `states` in place of its input, in the form of `num_outputs`."""
 
-    def __init__(self, block: nn.Module, num_outputs: int) -> None:
-        super().__init__(block)
-        self.num_outputs = num_outputs
-        self.states: Tensor | None = None
+    states: Tensor
 
     def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Any:
-        assert self.states is not None, "the states are set before the pass"
         return _pack(self.states, self.num_outputs)
 
 
 class Zero(StandIn):
-    """A sublayer whose branch adds nothing: zeros of its input's shape."""
-
-    def __init__(self, sublayer: nn.Module, num_outputs: int) -> None:
-        super().__init__(sublayer)
-        self.num_outputs = num_outputs
+    """A sublayer whose branch adds nothing: zeros of its input's shape, in the form of `num_outputs`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden_states = args[0] if args else kwargs["hidden_states"]
@@ -181,10 +162,8 @@ class FixedShapes(StandIn):
         repeats: int = 1,
         own_masks: bool = False,
     ) -> None:
-        super().__init__(block)
-        self.__dict__["call"] = call
-        self.index, self.mask_kind, self.repeats = index, mask_kinds.kind_of(index), repeats
-        self.own_masks = own_masks
+        mask_kind = mask_kinds.kind_of(index)
+        super().__init__(block, call=call, index=index, mask_kind=mask_kind, repeats=repeats, own_masks=own_masks)
 
     def around(self, block: nn.Module) -> FixedShapes:
         """Return the same wrapper around another block at this index."""
@@ -213,14 +192,10 @@ class FixedShapes(StandIn):
 
 
 class FixedShapesLMHead(StandIn):
-    """Calls the LM head by `call` in fixed-shape passes over one position.
+    """Calls the LM head by `call` over one position of the `current` fixed-shape pass.
 
     In other passes the LM head runs as it is.
     """
-
-    def __init__(self, lm_head: nn.Module, current: PassState, call: BlockCall) -> None:
-        super().__init__(lm_head)
-        self.__dict__.update(current=current, call=call)
 
     def forward(self, hidden_states: Tensor) -> Any:
         if self.current.last is None or hidden_states.shape[:-1].numel() > 1:
@@ -266,3 +241,39 @@ def _with_last(states: Tensor, last_state: Tensor, last: Tensor | None) -> Tenso
     if last is None:
         return torch.cat([states, last_state], dim=-2)
     return with_last(states, last_state, -2, last)
+
+
+def with_replaced(module: nn.Module, replacement: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Return a copy of `module` with each module inside replaced by its `replacement`, or `module` if nothing changes.
+
+    A module that is to stay is its own replacement. Everything that stays is shared with the original.
+    """
+    if (other := replacement(module)) is not module:
+        return other
+    children = {name: with_replaced(child, replacement) for name, child in module.named_children()}
+    if all(children[name] is child for name, child in module.named_children()):
+        return module
+    twin = shallow_copy(module)
+    for name, child in children.items():
+        setattr(twin, name, child)
+    return twin
+
+
+def has_compiled_forward(module: nn.Module) -> bool:
+    """Return True after `module.forward = torch.compile(module.forward)`."""
+    return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """Return a module of the same class that shares everything but its table of children, and is not compiled."""
+    twin = copy.copy(module)  # without what `module.compile()` made
+    twin.__dict__["_modules"] = dict(module._modules)
+    hooked = module.__dict__.get("forward")
+    if has_compiled_forward(module):
+        del twin.__dict__["forward"]  # it is bound to the module: the copy would run the module's children, not its own
+    elif isinstance(hooked, functools.partial) and hooked.args[:1] == (module,):
+        # accelerate replaces `forward` by a partial that holds the module (device_map): let it hold the copy instead.
+        twin.__dict__["forward"] = functools.partial(hooked.func, twin, *hooked.args[1:], **hooked.keywords)
+        if "_old_forward" in twin.__dict__:
+            twin.__dict__["_old_forward"] = type(module).forward.__get__(twin)
+    return twin

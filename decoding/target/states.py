@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from decoding.cache.kv_cache import KVCache
 from decoding.errors import UnsupportedModelError
 from decoding.runners.eager import EagerRunner
-from decoding.target.exit_head import ExitHead
+from decoding.target.heads import ExitHead
 from decoding.target.parts import run_whole, with_blocks
-from decoding.target.stand_ins import Emit, Head, Identity, PassState, Tap, first_of
+from decoding.target.stand_ins import Head, PassState, Tap, first_of
 from decoding.target.target import Target
 
 
@@ -45,7 +45,7 @@ def _states_after(
 ) -> tuple[dict[int, Tensor], Tensor]:
     states: dict[int, list[Tensor]] = {exit_layer: [] for exit_layer in exit_layers}
     blocks = [
-        Tap(block, states[index + 1].append) if index + 1 in states else block
+        Tap(block, record=states[index + 1].append) if index + 1 in states else block
         for index, block in enumerate(target.blocks)
     ]
     logits = run_whole(with_blocks(target.model, target.anatomy.path, blocks), token_ids, first)
@@ -67,9 +67,7 @@ def exit_logits(
     gradients; without a head the states are used as they are. Tokens outside the head's vocabulary get `LEFT_OUT`. With
     `bits` head and LM head have quantised weights, and nothing receives gradients.
     """
-    emit = Emit(target.blocks[0], target.anatomy.block_outputs)
-    emit.states = states
-    blocks = [emit, *(Identity(block, target.anatomy.block_outputs) for block in list(target.blocks)[1:])]
+    blocks = target.emitting(states)
     vocabulary = None if head is None else head.vocabulary
     if head is not None:
         blocks[-1] = Head(head.block if bits is None else target.quantised.within(head.block, bits))
@@ -116,10 +114,9 @@ def logit_lens(target: Target, token_ids: Tensor, *, before: Tensor | None = Non
     """
     states: list[Tensor] = []
     runner, cache = EagerRunner(), _cache_after(target, before, token_ids.shape[1])
-    tapped, start = target.part([Tap(block, states.append) for block in target.blocks]), cache.length
+    tapped, start = target.part([Tap(block, record=states.append) for block in target.blocks]), cache.length
     runner.run(tapped, token_ids, cache, start, last_only=True)
-    emit = Emit(target.blocks[0], target.anatomy.block_outputs)
-    rest = [Identity(block, target.anatomy.block_outputs) for block in list(target.blocks)[1:]]
+    emit, *rest = target.emitting(states[0])
     view = target.part([emit, *rest])
     for state in states:
         emit.states = state

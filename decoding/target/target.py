@@ -21,21 +21,13 @@ from decoding.runners.eager import EagerRunner, RunnerFactory
 from decoding.runners.features import SpeedFeatures
 from decoding.runners.masks import MaskKinds
 from decoding.target.anatomy import Anatomy, examine, find_mask_kinds, find_rope_change, follow, refuse_recurrent_state
-from decoding.target.attention import repeats_of, with_grouped_attention
-from decoding.target.draft_vocabulary import DraftVocabulary
+from decoding.target.attention import repeats_of, with_grouped_attention, with_kernel_attention
 from decoding.target.equivalence import check_runner, find_shared_pass_difference
-from decoding.target.fused import tied_addresses, with_fused_projections
-from decoding.target.kernel_attention import with_kernel_attention
-from decoding.target.lm_heads import LMHeads
-from decoding.target.parts import (
-    ModelPart,
-    shallow_copy,
-    with_fast_linears,
-    without,
-)
-from decoding.target.quantised import QuantisedLayers
+from decoding.target.linears import QuantisedLayers, tied_addresses, with_fast_linears, with_fused_projections
+from decoding.target.lm_heads import DraftVocabulary, LMHeads
+from decoding.target.parts import ModelPart, without
 from decoding.target.soundness import Checks, separable
-from decoding.target.stand_ins import FixedShapes, PassState
+from decoding.target.stand_ins import Emit, FixedShapes, Identity, PassState, shallow_copy
 from decoding.target.varlen import find_kernel, with_varlen_attention
 from decoding.target.weights import ModelWeights
 
@@ -167,6 +159,15 @@ class Target:
 
         return [draft_block(index) for index in range(self.num_layers)]
 
+    def passed_by(self, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+        """Return stand-ins that pass the residual stream by these blocks."""
+        return [Identity(block, num_outputs=self.anatomy.block_outputs) for block in blocks]
+
+    def emitting(self, states: Tensor) -> list[nn.Module]:
+        """Return blocks that output `states` and run nothing: only the final norm and the LM head do."""
+        first, *others = self.blocks
+        return [Emit(first, states=states, num_outputs=self.anatomy.block_outputs), *self.passed_by(others)]
+
     def prepare_block(
         self,
         block: nn.Module,
@@ -187,7 +188,7 @@ class Target:
         if self.mask_kinds is None:
             return block
         call = self.runner.block_call or call_block
-        own_masks = self.runner.features.varlen_attention or self.runner.attends_by_position
+        own_masks = self.runner.reads_all_slots
         return FixedShapes(block, index, self.mask_kinds, call, repeats=repeats, own_masks=own_masks)
 
     def _with_fast_weights(self, block: nn.Module) -> nn.Module:

@@ -6,7 +6,6 @@ precision, and a torch whose kernel takes part of each sequence's keys; torch is
 
 from __future__ import annotations
 
-import copy
 import importlib
 import importlib.util
 import inspect
@@ -18,10 +17,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from decoding.errors import UnsupportedRunnerError
-from decoding.target.anatomy import Sublayer
-from decoding.target.attention import grouped_attention
-from decoding.target.parts import shallow_copy
-from decoding.target.plain_attention import REPLACED
+from decoding.target.anatomy import REPLACED, Sublayer
+from decoding.target.attention import attending, grouped_attention
 
 NAME = "sdtune_varlen"
 NEEDED = {"seqused_k", "enable_gqa", "window_size", "scale"}
@@ -95,18 +92,11 @@ def with_varlen_attention(block: nn.Module, sublayer: Sublayer | None, window: i
     Raises `UnsupportedRunnerError` for attention other than transformers' `sdpa`.
     """
     attention = getattr(block, sublayer.name) if sublayer is not None else None
-    config = getattr(attention, "config", None)
-    implementation = getattr(config, "_attn_implementation", None)
-    if sublayer is None or attention is None or implementation != REPLACED:
+    implementation = getattr(getattr(attention, "config", None), "_attn_implementation", None)
+    if sublayer is None or implementation != REPLACED:
         raise UnsupportedRunnerError(
             f"variable-length attention replaces {REPLACED!r}, but {type(block).__name__} has {implementation!r}"
         )
-    own: Any = copy.copy(config)
-    own._attn_implementation_internal = NAME
-    twin: Any = shallow_copy(attention)
     # Positions before the current one, and after it; -1 is without limit.
     reach = (-1 if window is None else window - 1, 0)
-    twin.__dict__.update(config=own, sdtune_kernel=kernel, sdtune_reach=reach)
-    block = shallow_copy(block)
-    setattr(block, sublayer.name, twin)
-    return block
+    return attending(block, sublayer, NAME, sdtune_kernel=kernel, sdtune_reach=reach)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from decoding.cache.kv_cache import KVCache
 from decoding.cache.rounds_cache import RoundsCache
 from decoding.runners.contract import Outputs, Written
-from decoding.target.draft_vocabulary import DraftVocabulary
-from decoding.target.exit_head import ExitHead
+from decoding.target.heads import ExitHead
+from decoding.target.lm_heads import DraftVocabulary
 from decoding.target.parts import ModelPart
-from decoding.target.stand_ins import Head, Identity, LastPosition, PassState, Resume, Tap
+from decoding.target.stand_ins import Head, LastPosition, PassState, Resume, Tap
 
 if TYPE_CHECKING:
     from decoding.target.target import Target
@@ -45,7 +45,7 @@ class DraftView:
         self.keeps_boundary = keep_boundary and bool(self.boundary)
         current = PassState()
         if self.boundary and self.keeps_boundary:
-            blocks[self.boundary - 1] = Tap(blocks[self.boundary - 1], current.tap)
+            blocks[self.boundary - 1] = Tap(blocks[self.boundary - 1], record=current.tap)
         self._part = target.part(blocks, current, drafts=True, vocabulary=vocabulary, bits=bits)
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int) -> Tensor:
@@ -90,10 +90,10 @@ class BlockView:
     def __init__(self, target: Target, index: int) -> None:
         _check_indices({index}, target.num_layers)
         blocks = target.stack
-        around = [Identity(block, target.anatomy.block_outputs) for block in blocks]
+        around = target.passed_by(blocks)
 
         def by_itself(block: nn.Module, current: PassState) -> ModelPart:
-            tap = Tap(block, current.tap)
+            tap = Tap(block, record=current.tap)
             return target.part([*around[:index], tap, *around[index + 1 :]], current)
 
         given = PassState()
@@ -119,7 +119,7 @@ class DraftStatesView:
         target.check_exit_layer(exit_layer)
         current, after = PassState(), range(exit_layer, target.num_layers)
         blocks = target.draft_blocks(after, after, bits=bits)
-        blocks[exit_layer - 1] = Tap(blocks[exit_layer - 1], current.tap)
+        blocks[exit_layer - 1] = Tap(blocks[exit_layer - 1], record=current.tap)
         self._part = target.part(blocks, current)
 
     def rounds(self, token_ids: Tensor, cache: RoundsCache) -> Tensor:
@@ -141,8 +141,8 @@ class ResumeView:
         self._run, self.boundary = target.run, boundary
         before, first, after = target.stack[:boundary], target.stack[boundary], target.stack[boundary + 1 :]
         known, last = PassState(), PassState()
-        passed_by = [Identity(block, target.anatomy.block_outputs) for block in before]
-        narrowed = [LastPosition(block, last) for block in before]
+        passed_by = target.passed_by(before)
+        narrowed = [LastPosition(block, current=last) for block in before]
         self._from_known = target.part([*passed_by, Resume(first, known), *after], known, verifies=True)
         self._from_last = target.part([*narrowed, Resume(first, last, appends=True), *after], last, verifies=True)
 
@@ -171,7 +171,7 @@ class TappedView:
     def __init__(self, target: Target, boundary: int) -> None:
         self._run = target.run
         current, blocks = PassState(), list(target.stack)
-        blocks[boundary - 1] = Tap(blocks[boundary - 1], current.tap)
+        blocks[boundary - 1] = Tap(blocks[boundary - 1], record=current.tap)
         self._part = target.part(blocks, current, is_whole=True)
 
     def forward(
@@ -209,15 +209,15 @@ class ExitView:
         target.check_exit_layer(exit_layer)
         self._target = target
         block, vocabulary = target.prepare_block(head.block, target.num_layers - 1, bits=bits), head.vocabulary
-        passed_by = [Identity(block, target.anatomy.block_outputs) for block in target.stack]
+        passed_by = target.passed_by(target.stack)
         between, after = passed_by[exit_layer:-1], range(exit_layer, target.num_layers)
         before = target.draft_blocks(after, after, bits=bits)[:exit_layer]
 
         def first_blocks(current: PassState) -> list[nn.Module]:
-            return [*before[:-1], Tap(before[-1], current.tap)]
+            return [*before[:-1], Tap(before[-1], record=current.tap)]
 
         step, pending, fill = PassState(), PassState(), PassState()
-        narrowed = [LastPosition(block, pending) for block in first_blocks(pending)]
+        narrowed = [LastPosition(block, current=pending) for block in first_blocks(pending)]
         catch_up = Resume(Head(block), pending, appends=True)
         drafting = partial(target.part, drafts=True, vocabulary=vocabulary, bits=bits)
         self._step = drafting([*first_blocks(step), *between, Head(block)], step)

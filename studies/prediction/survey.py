@@ -23,7 +23,7 @@ from decoding.drafts.trees import MOST_PER_DEPTH
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import DraftView, ExitHead, Target
-from decoding.target.feature_view import unrolled
+from decoding.target.heads import unrolled
 from decoding.target.states import exit_logits, exit_states, last_states
 from decoding.target.views import DraftStatesView
 from decoding.text import TokenSequence

@@ -27,7 +27,7 @@ from decoding.exit_heads import (
 from decoding.fingerprint import fingerprint
 from decoding.head_folder import HeadFolder
 from decoding.target import DraftVocabulary, Target
-from decoding.target.exit_head import new_exit_head
+from decoding.target.heads import new_exit_head
 from tests.support.tiny import tiny_target
 
 

@@ -20,7 +20,7 @@ from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafts import LayerSkip
 from decoding.rounds import Generation
 from decoding.target import Target
-from decoding.target.feature_head import new_feature_head
+from decoding.target.heads import new_feature_head
 from decoding.text import Ending
 from tests.support.families import NUM_LAYERS, some_tokens, target_of
 from tests.support.heads import untrained_head

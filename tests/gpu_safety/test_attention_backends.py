@@ -12,7 +12,7 @@ from torch.backends import cuda
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.target import Target
-from decoding.target.backends import attention_backends
+from decoding.target.attention import attention_backends
 from decoding.text import Ending
 from tests.support.families import build
 from tuner.measuring.generation import StockGeneration

@@ -21,7 +21,7 @@ from decoding.fingerprint import fingerprint
 from decoding.profile import Decoding, DraftProfile, TargetIdentity
 from decoding.rounds import Generation
 from decoding.target import Target
-from decoding.target.exit_head import new_exit_head
+from decoding.target.heads import new_exit_head
 from decoding.text import Ending
 from tests.support.fake_cuda import DEVICE, FakeCuda, fake_cuda
 from tests.support.families import SUPPORTED, build, of_depth

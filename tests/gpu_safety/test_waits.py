@@ -15,7 +15,7 @@ from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafts import LayerSkip, PromptLookup
 from decoding.rounds import Generation
 from decoding.target import Target
-from decoding.target.exit_head import new_exit_head
+from decoding.target.heads import new_exit_head
 from decoding.text import Ending
 from tests.support.fake_cuda import FakeCuda, fake_cuda
 from tests.support.families import build

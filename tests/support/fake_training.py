@@ -9,7 +9,7 @@ import os
 import sys
 
 from decoding.target import Target
-from decoding.target.exit_head import new_exit_head
+from decoding.target.heads import new_exit_head
 from tests.support.fake_8b import PeakBytes, fake_8b
 from tuner.config import DistillSettings
 from tuner.heads.texts import GeneratedText, TrainingBatch

@@ -10,7 +10,7 @@ from decoding.drafts import FeatureHeadDraft
 from decoding.exit_heads import FEATURE_HEAD, FEATURE_SCHEMA, HeadFacts, save_head
 from decoding.fingerprint import fingerprint
 from decoding.target import DraftVocabulary, FeatureHead, Target
-from decoding.target.feature_head import new_feature_head
+from decoding.target.heads import new_feature_head
 
 
 def disturbed_feature_head(

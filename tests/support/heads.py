@@ -12,7 +12,7 @@ from decoding.drafts import EarlyExit
 from decoding.exit_heads import ExitFigures, HeadFacts, HeadTraining, head_name, save_head
 from decoding.fingerprint import fingerprint
 from decoding.target import DraftVocabulary, ExitHead, Target
-from decoding.target.exit_head import new_exit_head
+from decoding.target.heads import new_exit_head
 
 
 def training(**facts: Any) -> HeadTraining:

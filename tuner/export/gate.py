@@ -67,7 +67,10 @@ def _load(folder: Path, target: Target) -> PreTrainedModel:
 def _own_draft(target: Target, shape: DraftShape, head: ExitHead | None) -> torch.nn.Module:
     """Return the target with the draft's blocks in their places, and nothing in the others."""
     outputs = target.anatomy.block_outputs
-    stack = [block if index in shape.blocks else Identity(block, outputs) for index, block in enumerate(target.blocks)]
+    stack = [
+        block if index in shape.blocks else Identity(block, num_outputs=outputs)
+        for index, block in enumerate(target.blocks)
+    ]
     if head is not None:
         stack[-1] = head.block
     return with_blocks(target.model, target.anatomy.path, stack).eval()

@@ -16,9 +16,7 @@ from decoding.drafts import compact_indices
 from decoding.errors import DistillationError
 from decoding.exit_heads import EXIT_SCHEMA, FEATURE_HEAD, FEATURE_SCHEMA, head_name
 from decoding.target import DraftVocabulary, Target
-from decoding.target.exit_head import new_exit_head
-from decoding.target.feature_head import new_feature_head
-from decoding.target.feature_view import unrolled
+from decoding.target.heads import new_exit_head, new_feature_head, unrolled
 from decoding.target.states import exit_logits, exit_states, last_states
 from studies.space import default_exit_layers
 from tuner.config import DistillSettings

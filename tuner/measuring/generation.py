@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import BaseStreamer
 
-from decoding.target.backends import attention_backends
+from decoding.target.attention import attention_backends
 from tuner.inputs.models import quiet
 from tuner.measuring.clock import WallClock
 from tuner.measuring.contender import Decoded, Prompts, Recorder

@@ -40,7 +40,7 @@ from decoding.fingerprint import fingerprint
 from decoding.profile import Decoding, DraftProfile, TargetIdentity
 from decoding.runners.contract import Outputs
 from decoding.target import ResumeView
-from decoding.target.exit_head import new_exit_head
+from decoding.target.heads import new_exit_head
 from tests.support.families import build, dbrx, liven, target_of
 from tests.support.profiles import profile_of
 from tests.support.tiny import tiny_llama

@@ -29,7 +29,7 @@ from decoding.drafts import EarlyExit, Lookup, PlainDecoding
 from decoding.errors import ExitHeadError, UnsupportedModelError
 from decoding.rounds import Generation, Prefill, Round
 from decoding.target import DraftVocabulary, ExitHead, ExitView, Target
-from decoding.target.exit_head import new_exit_head
+from decoding.target.heads import new_exit_head
 from decoding.target.states import exit_logits, exit_states
 from decoding.text import Ending, Shaping, TokenSequence
 from tests.support.chi_square import ALPHA, p_value

@@ -27,7 +27,7 @@ from decoding.lockstep import decode_in_lockstep
 from decoding.rounds import Generation
 from decoding.runners.contract import Outputs
 from decoding.target import DraftVocabulary, FeatureHead, Target
-from decoding.target.feature_view import unrolled
+from decoding.target.heads import unrolled
 from decoding.target.states import last_states
 from decoding.text import Ending, Shaping, TokenSequence
 from decoding.timing.round_costs import measure_round_costs

@@ -30,7 +30,7 @@ from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.rounds import Generation, Round
 from decoding.target import Target
-from decoding.target.exit_head import new_exit_head
+from decoding.target.heads import new_exit_head
 from decoding.text import Ending, Shaping, TokenSequence
 from tests.support.controllers import AnyLength
 from tests.support.families import NUM_LAYERS, some_tokens, target_of

@@ -18,7 +18,7 @@ from decoding.runners.eager import EagerRunner
 from decoding.runners.masks import MaskKinds, Positions
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
-from decoding.target.kernel_attention import kernel_attention
+from decoding.target.attention import kernel_attention
 from tests.support.families import build
 from tests.support.recorded_decoding import requests
 from tests.support.recorders import CountingRecorder
@@ -181,7 +181,7 @@ def test_all_layers_of_ordinary_families_attend_by_the_kernel(family: str, monke
         windows.append(given[-1])
         return attend(*given)
 
-    monkeypatch.setattr("decoding.target.kernel_attention.attend", watched)
+    monkeypatch.setattr("decoding.target.attention.attend", watched)
     target = Target(build(family), uncompiled)
     assert target.runner.attends_by_position
     for both in ([(5, 6)], [(5, 6)] * 2):
@@ -279,7 +279,7 @@ class Layer(torch.nn.Module):
 
 def test_autograd_gets_the_same_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr("decoding.target.kernel_attention.attend", None)
+    monkeypatch.setattr("decoding.target.attention.attend", None)
     query, key, value = states(torch.float32, width=3)
     query.requires_grad_()
     found, _ = kernel_attention(Layer(), query, key, value, at(17, width=3), scaling=0.3)

@@ -33,7 +33,7 @@ from decoding.runners.masks import MaskKinds, Positions
 from decoding.runners.static import StaticRunner
 from decoding.runners.tape import Tapes
 from decoding.target import TappedView, Target
-from decoding.target.exit_head import new_exit_head
+from decoding.target.heads import new_exit_head
 from decoding.text import Ending, TokenSequence
 from tests.support.families import NUM_LAYERS, SUPPORTED, WINDOW, build, some_tokens, target_of
 from tests.support.generations import plain_text, write

@@ -14,7 +14,7 @@ from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import Fixed
 from decoding.drafts import LayerSkip
 from decoding.target import Target
-from decoding.target.attention import NAME, grouped_attention, sdpa_attention_forward
+from decoding.target.attention import GROUPED, grouped_attention, sdpa_attention_forward
 from decoding.text import Ending
 from tests.support.families import build
 
@@ -70,7 +70,7 @@ def test_the_model_keeps_its_own_attention() -> None:
     assert before == after
     assert model.config._attn_implementation == "sdpa"
     own = [getattr(block, "self_attn").config._attn_implementation for block in target.stack]  # noqa: B009
-    assert set(own) == {NAME}
+    assert set(own) == {GROUPED}
 
 
 def test_attention_without_shared_heads_is_left_as_it_is() -> None:

@@ -24,8 +24,8 @@ from decoding.runners.features import SpeedFeatures
 from decoding.runners.masks import MaskKinds
 from decoding.runners.static import StaticRunner
 from decoding.target import DraftView, Target, agree
-from decoding.target.draft_vocabulary import LEFT_OUT, DraftVocabulary
-from decoding.target.exit_head import new_exit_head
+from decoding.target.heads import new_exit_head
+from decoding.target.lm_heads import LEFT_OUT, DraftVocabulary
 from decoding.text import Ending, TokenSequence
 from tests.support.chi_square import ALPHA, p_value
 from tests.support.families import NUM_LAYERS, SUPPORTED, VOCABULARY, build, some_tokens, target_of

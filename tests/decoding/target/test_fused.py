@@ -21,8 +21,8 @@ from decoding.runners.features import SpeedFeatures
 from decoding.runners.masks import MaskKinds
 from decoding.runners.static import StaticRunner
 from decoding.target import Target, agree
-from decoding.target.exit_head import new_exit_head
-from decoding.target.fused import FirstProjection, OtherProjection, tied_addresses, with_fused_projections
+from decoding.target.heads import new_exit_head
+from decoding.target.linears import FirstProjection, OtherProjection, tied_addresses, with_fused_projections
 from decoding.text import Ending
 from tests.support.families import NUM_LAYERS, SUPPORTED, build, some_tokens, target_of
 from tests.support.generations import write

@@ -21,8 +21,8 @@ from decoding.runners.eager import EagerRunner
 from decoding.runners.features import SpeedFeatures
 from decoding.runners.static import StaticRunner
 from decoding.target import DraftView, ExitView, Target, agree
-from decoding.target import quantised as module_under_test
-from decoding.target.draft_vocabulary import LEFT_OUT, DraftVocabulary
+from decoding.target import linears as module_under_test
+from decoding.target.lm_heads import LEFT_OUT, DraftVocabulary
 from tests.support.families import SUPPORTED, VOCABULARY, build, make, some_tokens, static_target_of, target_of
 from tests.support.grid import WITHOUT_LINEARS
 from tests.support.heads import untrained_head

@@ -25,7 +25,7 @@ from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.static import StaticRunner
 from decoding.runners.tape import Tapes
 from decoding.target import Target
-from decoding.target.exit_head import new_exit_head
+from decoding.target.heads import new_exit_head
 from decoding.target.weights import ModelWeights
 from tests.support.fake_graphs import FakeGraphs
 from tests.support.families import build

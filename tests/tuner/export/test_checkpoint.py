@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from decoding.target import Target
-from decoding.target.exit_head import new_exit_head
+from decoding.target.heads import new_exit_head
 from tests.support.families import SUPPORTED, build, some_tokens, target_of
 from tests.support.heads import untrained_head
 from tests.support.tiny import tiny_target

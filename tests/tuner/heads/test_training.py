@@ -18,7 +18,7 @@ from decoding.errors import DistillationError
 from decoding.exit_heads import ExitFigures
 from decoding.fingerprint import fingerprint
 from decoding.target import ExitHead, Target
-from decoding.target.exit_head import new_exit_head
+from decoding.target.heads import new_exit_head
 from decoding.text import Ending
 from studies.space import default_exit_layers
 from tests.support.families import build, some_tokens

@@ -8,7 +8,7 @@ from torch import nn
 
 from decoding.errors import DistillationError
 from decoding.target import DraftVocabulary, Target
-from decoding.target.exit_head import new_exit_head
+from decoding.target.heads import new_exit_head
 from tests.support.tiny import tiny_llama, tiny_target
 from tuner.config import DistillSettings
 from tuner.heads import kinds

@@ -1,26 +1,44 @@
-"""Projections of one input computed by a single matrix product (our formulation).
+"""The linear layers of a target's blocks as its passes compute them: by kernels, fused, or quantised for drafts.
 
-Query, key and value, and gate and up, multiply the same states by different weights. The weights become views of one
-buffer, which a copy of the block multiplies at once. Nothing is stored twice, and the model's own modules keep their
-parameters: the same objects, values and names.
+Fused are projections of one input (our formulation): query, key and value, and gate and up, multiply the same states by
+different weights. The weights become views of one buffer, which a copy of the block multiplies at once. Nothing is stored
+twice, and the model's own modules keep their parameters: the same objects, values and names.
+
+A draft of `bits` runs every plain linear layer of its blocks, of its exit head and of the LM head with quantised weights,
+packed once per model. Everything else runs as it is: embedding, norms, routers, experts that are not linear layers, and
+layers that are quantised already or whose weights are elsewhere.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from typing import cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from decoding.target.parts import shallow_copy
-from decoding.target.stand_ins import StandIn
+from decoding.errors import UnsupportedModelError
+from decoding.kernels.choice import check_quantised, fast_linear, quantised_linear
+from decoding.target.stand_ins import StandIn, shallow_copy, with_replaced
 from decoding.target.weights import Make
+
+PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
+"""Precisions of weights that are quantised."""
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of projections that may be given the same input; each is tried at every module of a block."""
+
+
+def with_fast_linears(module: nn.Module, copied: Callable[[Make], nn.Module] = operator.call) -> nn.Module:
+    """Return a copy of `module` with faster linear layers for few positions on a CPU, or `module` if it has none.
+
+    `copied` makes those that hold a copy of a weight; see `ModelWeights.copied`.
+    """
+    return with_replaced(module, partial(fast_linear, copied=copied))
 
 
 def with_fused_projections(
@@ -73,15 +91,14 @@ class _Kept:
 
 
 class FirstProjection(StandIn):
-    """Computes all projections of a group, and outputs its own.
+    """Computes all projections of a group, whose `sizes` are given by name, and outputs its own.
 
     Under autograd each projection computes for itself, so that gradients reach the model's parameters.
     """
 
-    def __init__(self, own: nn.Linear, whole: nn.Module, sizes: Mapping[str, int], kept: _Kept) -> None:
-        super().__init__(own)
+    def __init__(self, own: nn.Linear, whole: nn.Module, sizes: dict[str, int], kept: _Kept) -> None:
+        super().__init__(own, sizes=sizes, kept=kept)
         self.whole = whole
-        self.__dict__.update(sizes=dict(sizes), kept=kept)
 
     def forward(self, values: Tensor) -> Tensor:
         """Map [.., inputs] to [.., outputs]."""
@@ -94,10 +111,6 @@ class FirstProjection(StandIn):
 
 class OtherProjection(StandIn):
     """Outputs what the group's first projection has computed; computes for itself if that had another input."""
-
-    def __init__(self, own: nn.Linear, name: str, kept: _Kept) -> None:
-        super().__init__(own)
-        self.__dict__.update(name=name, kept=kept)
 
     def forward(self, values: Tensor) -> Tensor:
         """Map [.., inputs] to [.., outputs]."""
@@ -129,7 +142,7 @@ def _fused(linears: Mapping[str, nn.Linear], copied: Callable[[Make], nn.Module]
     kept, first = _Kept(), next(iter(linears))
     whole = copied(partial(_whole, list(linears.values())))
     sizes = {name: linear.out_features for name, linear in linears.items()}
-    others = {name: OtherProjection(linear, name, kept) for name, linear in linears.items() if name != first}
+    others = {name: OtherProjection(linear, name=name, kept=kept) for name, linear in linears.items() if name != first}
     return {first: FirstProjection(linears[first], whole, sizes, kept), **others}
 
 
@@ -161,3 +174,58 @@ def _are_consecutive(parameters: Sequence[nn.Parameter]) -> bool:
     ends = [parameter.storage_offset() + parameter.numel() for parameter in parameters]
     starts = [parameter.storage_offset() for parameter in parameters]
     return len(storages) == 1 and starts[1:] == ends[:-1]
+
+
+class QuantisedLayers:
+    """The quantised layers of one target; each is dropped with the last view that runs it.
+
+    `router_sizes` are numbers of outputs by which routers are told from other layers: they choose experts, and are small. `copied`
+    packs a layer; see `ModelWeights.copied`.
+    """
+
+    def __init__(
+        self, router_sizes: frozenset[int] = frozenset(), copied: Callable[[Make], nn.Module] = operator.call
+    ) -> None:
+        self._router_sizes = router_sizes
+        self._copied = copied
+        # Weak: they are further copies of weights, and are not to outlive the drafts that need them.
+        self._packed = WeakValueDictionary[tuple[Hashable, int], nn.Module]()
+
+    def within(self, module: nn.Module, bits: int) -> nn.Module:
+        """Return a copy of `module` whose plain linear layers have weights of `bits`, or `module` if it has none."""
+        return with_replaced(module, partial(self._quantised, bits=bits))
+
+    def layer(self, linear: Make, bits: int, name: Hashable) -> nn.Module:
+        """Return the layer that `linear` returns with weights of `bits`: the same module for a `name` while anything runs it."""
+        packed = self._packed.get((name, bits))
+        if packed is None:
+            packed = self._copied(lambda: quantised_linear(cast(nn.Linear, linear()), bits))
+            self._packed[name, bits] = packed
+        return packed
+
+    def finds_any(self, blocks: nn.Module) -> bool:
+        """Return True if there is a layer to quantise in `blocks`, on a device that runs it."""
+        return any(self._is_quantised(module) and module.weight.device.type == "cpu" for module in blocks.modules())
+
+    def check(self, blocks: nn.Module) -> None:
+        """Raise `UnsupportedModelError` unless there is a layer to quantise in `blocks`, on a device that runs it."""
+        for device in {weight.device for weight in blocks.parameters() if not weight.is_meta}:
+            check_quantised(device)
+        if not self.finds_any(blocks):
+            raise UnsupportedModelError(
+                "its blocks have no plain linear layer in float32, bfloat16 or float16: nothing to quantise for a draft"
+            )
+
+    def _quantised(self, module: nn.Module, *, bits: int) -> nn.Module:
+        return self.layer(lambda: module, bits, module) if self._is_quantised(module) else module
+
+    def _is_quantised(self, module: nn.Module) -> bool:
+        return is_plain_linear(module) and module.out_features not in self._router_sizes
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Return True for an `nn.Linear` that multiplies by its own weights in memory, and does nothing else."""
+    if type(module) is not nn.Linear or _is_hooked(module):
+        return False
+    weight = module.weight  # of another class in a quantised checkpoint
+    return type(weight) is nn.Parameter and not weight.is_meta and weight.dtype in PRECISIONS
