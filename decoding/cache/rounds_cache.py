@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,27 +77,18 @@ class _RoundsLayer(CacheLayerMixin):
         return self._context + self._depth
 
 
-@dataclass(frozen=True)
-class _Gathering:
-    """Gathers the rounds of one layer from the known positions."""
+def _gathered(known: _Known, index: Tensor, num_rounds: int) -> tuple[Tensor, Tensor]:
+    """Gather keys and values [rounds, heads, context + depth, size] of one layer.
 
-    known: _Known
-    index: Tensor
-    """[rounds x (context + depth)]: the known position that each slot holds."""
-    num_rounds: int
+    `index` [rounds x (context + depth)] is the known position that each slot holds.
+    """
+    index = index.to(known[0].device)
+    keys, values = (each.index_select(0, index).unflatten(0, (num_rounds, -1)).transpose(1, 2) for each in known)
+    return keys, values
 
-    def __call__(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values [rounds, heads, context + depth, size]."""
-        return self._rows(self.known[0]), self._rows(self.known[1])
 
-    def kept(self) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Return a function that gathers nothing: it returns the same rows each time."""
-        rows = self._rows(self.known[0]).contiguous(), self._rows(self.known[1]).contiguous()
-        return lambda: rows
-
-    def _rows(self, known: Tensor) -> Tensor:
-        index = self.index.to(known.device)
-        return known.index_select(0, index).unflatten(0, (self.num_rounds, -1)).transpose(1, 2)
+def _same(*rows: Tensor) -> tuple[Tensor, ...]:
+    return rows
 
 
 class RoundsChunk(Cache):
@@ -122,13 +114,10 @@ class RoundsChunk(Cache):
         self._starts, self._depth = tuple(starts[rows]), depth
         self._context = max(self._starts)
         index = self._known_positions(offsets[rows], known[0][0].device)
-        gatherings = [_Gathering(each, index, len(self._starts)) for each in known]
-        super().__init__(
-            layers=[
-                _RoundsLayer(gathering.kept() if keeps_rows else gathering, self._context, depth)
-                for gathering in gatherings
-            ]
-        )
+        rows_of = [partial(_gathered, each, index, len(self._starts)) for each in known]
+        if keeps_rows:
+            rows_of = [partial(_same, *map(Tensor.contiguous, gather())) for gather in rows_of]
+        super().__init__(layers=[_RoundsLayer(gather, self._context, depth) for gather in rows_of])
 
     def _known_positions(self, offsets: Sequence[int], device: torch.device) -> Tensor:
         """Return which known position each slot holds, [rounds x (context + depth)].

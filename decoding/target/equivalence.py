@@ -19,8 +19,9 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,6 @@ from decoding.cache.kv_cache import KVCache, Storage
 from decoding.errors import UnsupportedRunnerError, one_line
 from decoding.runners.contract import PassRequest
 from decoding.runners.eager import EagerRunner
-from decoding.target.anatomy import Anatomy
 from decoding.target.parts import ModelPart, run_whole, with_blocks, without
 from decoding.target.stand_ins import Identity, PassState, StandIn, first_of
 from decoding.target.views import DraftView
@@ -54,7 +54,11 @@ ALWAYS_ALLOWED = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 2.0*
 """Error that an output may always have, relative to its size: two units in the last place in half precision, where an
 eager block that only copies has none."""
 
-Result = TypeVar("Result")
+FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
+"""What a model's code may raise in passes that it does not take."""
+
+Around = Callable[[nn.Module, int], nn.Module]
+"""Makes a part's version of a block, given the block and its index."""
 
 
 @torch.inference_mode()
@@ -67,20 +71,28 @@ def check_runner(target: Target, eager: Target) -> None:
     those of the eager LM head on the same states. In bit-exact mode, every token must also get the same bits at every
     position within a pass.
     """
-    view, skips = _partial_view(target), _Skips.of(target)
+    parts = target.anatomy.attention, target.anatomy.mlp
+    attention, mlp = ([index for index, part in enumerate(kind) if part is not None] for kind in parts)
+    attention, mlp = attention[:1], mlp[1:2]
+    view = DraftView(target, attention, mlp, keep_boundary=False)
+
+    def without_some(block: nn.Module, index: int) -> nn.Module:
+        return without(block, index, target.anatomy, index in attention, index in mlp)
+
     traced = [
         traced_part(target, target.stack, is_whole=True),
-        traced_part(target, [skips.around(block, index) for index, block in enumerate(target.stack)], is_whole=False),
+        traced_part(target, [without_some(block, index) for index, block in enumerate(target.stack)], is_whole=False),
     ]
     kept: list[Trace] = []
     for which, (token_ids, start) in zip(RUNS, _sequences(target), strict=True):
-        logits = _running(target, lambda: _logits_of_all(target, view, token_ids, start))  # noqa: B023 - called at once
-        traces = _running(target, lambda: _traces(target, traced, skips, token_ids, start))  # noqa: B023
+        with _running(target):
+            logits = _logits_of_all(target, view, token_ids, start)
+            traces = _traces(target, traced, without_some, token_ids, start)
+            drafted = _draft_chain(target, view, token_ids, start)
         expected = [_logits_of_states(eager, trace, is_draft=index > 0) for index, trace in enumerate(traces)]
         kept += traces
         if not all(map(agree, logits, expected)):
             raise UnsupportedRunnerError(_difference(target, f"gives different logits{which}"))
-        drafted = _running(target, lambda: _draft_chain(target, view, token_ids, start))  # noqa: B023
         if not _is_chain_of(target, view, token_ids, start, drafted):
             raise UnsupportedRunnerError(_difference(target, f"drafts different tokens{which}"))
     if (wrong := find_wrong_block(target, kept)) is not None:
@@ -90,26 +102,8 @@ def check_runner(target: Target, eager: Target) -> None:
         _check_exactness(target, target.runner.exact_width)
 
 
-@dataclass(frozen=True)
-class _Skips:
-    """The sublayers that the partial view lacks."""
-
-    anatomy: Anatomy
-    attention: Sequence[int]
-    mlp: Sequence[int]
-
-    @classmethod
-    def of(cls, target: Target) -> _Skips:
-        parts = target.anatomy.attention, target.anatomy.mlp
-        attention, mlp = ([index for index, part in enumerate(kind) if part is not None] for kind in parts)
-        return cls(target.anatomy, attention[:1], mlp[1:2])
-
-    def around(self, block: nn.Module, index: int) -> nn.Module:
-        return without(block, index, self.anatomy, index in self.attention, index in self.mlp)
-
-
 def _traces(
-    target: Target, traced: Sequence[ModelPart], skips: _Skips, token_ids: Tensor, start: int
+    target: Target, traced: Sequence[ModelPart], of_view: Around, token_ids: Tensor, start: int
 ) -> tuple[Trace, Trace]:
     """Return the states of passes of the whole model, and of one position of the view after the same prompt."""
     whole, view = traced
@@ -119,10 +113,10 @@ def _traces(
     cache = target.new_cache(token_ids.shape[1])
     target.forward(token_ids[:, :start], cache, 0)
     seen = token_ids[:, : start + 1]
-    of_view = _states(target, view, seen[:, start:], cache, start)
+    after = _states(target, view, seen[:, start:], cache, start)
     return (
         Trace(token_ids[:, : ends[-1]], torch.cat(states, dim=-2), start, lambda block, index: block),
-        Trace(seen, torch.cat([states[0], of_view], dim=-2), start, skips.around),
+        Trace(seen, torch.cat([states[0], after], dim=-2), start, of_view),
     )
 
 
@@ -140,11 +134,12 @@ def _logits_of_states(eager: Target, trace: Trace, *, is_draft: bool) -> Tensor:
     return EagerRunner().run(view, token_ids, cache, 0).logits[trace.first :]
 
 
-def _running(target: Target, run: Callable[[], Result]) -> Result:
-    """Return what `run` returns; raise `UnsupportedRunnerError` if the runner fails."""
+@contextmanager
+def _running(target: Target) -> Iterator[None]:
+    """Turn a failure of the runner into an `UnsupportedRunnerError`."""
     try:
-        return run()
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as cause:
+        yield
+    except FAILURES as cause:
         if isinstance(cause, torch.OutOfMemoryError):
             raise
         raise UnsupportedRunnerError(
@@ -162,12 +157,6 @@ def _sequences(target: Target) -> Iterator[tuple[Tensor, int]]:
     token_ids = torch.arange(length, device=target.device)[None] % target.config.vocab_size
     for index in range(len(RUNS)):
         yield (token_ids if index % 2 == 0 else token_ids.flip(1)), PROMPT_TOKENS + index
-
-
-def _partial_view(target: Target) -> DraftView:
-    """Return a view without one attention and one MLP."""
-    skips = _Skips.of(target)
-    return DraftView(target, skips.attention, skips.mlp, keep_boundary=False)
 
 
 def _logits_of_all(target: Target, view: DraftView, token_ids: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -236,7 +225,7 @@ def find_shared_pass_difference(target: Target) -> str | None:
         passes, expected = _passes_of_two(target, ids, whole.storage, PROMPT_TOKENS - seed)
         try:
             found = target.runner.run_shared_pass(target.whole, passes, whole.storage)
-        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as cause:
+        except FAILURES as cause:
             return f"its attention takes no mask for several sequences in one pass{which} ({one_line(cause)})"
         if not all(agree(found[row].logits, expected[row]) for row in passes):
             return f"several sequences in one pass get different logits than each by itself{which}"
@@ -279,7 +268,7 @@ def find_tree_difference(target: Target) -> str | None:
         positions = [*range(start, start + TOKENS_AFTER), *(start + 1 + depth for depth in LEAVES)]
         try:
             found = target.run(target.whole, tree, cache, start, positions=positions).logits
-        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+        except FAILURES:
             return f"its attention takes no mask that hides side branches from one another{which}"
         chain = _logits(target, ids, [TOKENS_AFTER], start)
         if not agree(found[:TOKENS_AFTER], chain):
@@ -308,8 +297,8 @@ class Trace:
     states: Tensor
     first: int
     """First position whose states are checked."""
-    around: Callable[[nn.Module, int], nn.Module]
-    """Makes the traced part's version of a block, given the block and its index."""
+    around: Around
+    """Makes the traced part's version of a block."""
 
 
 class Traced(StandIn):

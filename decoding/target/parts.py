@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from decoding.cache.rounds_cache import RoundsCache, RoundsChunk
@@ -70,21 +69,11 @@ class ModelPart:
 
     def rounds(
         self, token_ids: Tensor, cache: RoundsCache, *, last_only: bool = False, states: Tensor | None = None
-    ) -> Outputs:
-        """Run rounds that begin at different positions as left-padded batches, one per chunk of `cache`.
-
-        Return logits [rounds, depth (1 if `last_only`), vocabulary].
-        """
-        chunks = list(self.rounds_by_chunk(token_ids, cache, last_only=last_only, states=states))
-        if len(chunks) == 1:
-            return chunks[0]
-        tapped = [chunk.states for chunk in chunks if chunk.states is not None]
-        return Outputs(torch.cat([chunk.logits for chunk in chunks]), torch.cat(tapped, dim=-3) if tapped else None)
-
-    def rounds_by_chunk(
-        self, token_ids: Tensor, cache: RoundsCache, *, last_only: bool = False, states: Tensor | None = None
     ) -> Iterator[Outputs]:
-        """Yield the outputs of `rounds` for one chunk of `cache` at a time."""
+        """Run rounds that begin at different positions as left-padded batches; yield the outputs of each chunk of `cache`.
+
+        Logits are [rounds of the chunk, depth (1 if `last_only`), vocabulary].
+        """
         return (self._rounds_of_chunk(token_ids, chunk, last_only, states) for chunk in cache.chunks)
 
     def _rounds_of_chunk(

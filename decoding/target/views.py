@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from decoding.cache.kv_cache import KVCache
@@ -71,17 +72,13 @@ class DraftView:
         target = self._target
         return target.runner.run_round(self._part, target.whole, token_ids, cache, start, num_tokens)
 
-    def rounds(self, token_ids: Tensor, cache: RoundsCache) -> Tensor:
-        """Return logits [rounds, depth, vocabulary] of many rounds whose drafts `token_ids` [rounds, depth] are known.
+    def rounds(self, token_ids: Tensor, cache: RoundsCache) -> Iterator[Tensor]:
+        """Yield logits [rounds, depth, vocabulary] of many rounds whose drafts `token_ids` [rounds, depth] are known.
 
-        Row r covers the positions from `cache.starts[r]` on. Its logits are those that the draft would compute in a
-        round that begins there and drafts exactly these tokens.
+        They come for one chunk of `cache` at a time. Row r covers the positions from `cache.starts[r]` on. Its logits are
+        those that the draft would compute in a round that begins there and drafts exactly these tokens.
         """
-        return self._part.rounds(token_ids, cache).logits
-
-    def rounds_by_chunk(self, token_ids: Tensor, cache: RoundsCache) -> Iterator[Tensor]:
-        """Yield the logits of `rounds` for one chunk of `cache` at a time."""
-        return (outputs.logits for outputs in self._part.rounds_by_chunk(token_ids, cache))
+        return (outputs.logits for outputs in self._part.rounds(token_ids, cache))
 
 
 class BlockView:
@@ -107,9 +104,7 @@ class BlockView:
         `cache`, whose keys and values the block reads.
         """
         part = self._on_tokens if states is None else self._on_given
-        output = part.rounds(token_ids, cache, last_only=True, states=states).states
-        assert output is not None, "the block is tapped"
-        return output
+        return _joined_states(part.rounds(token_ids, cache, last_only=True, states=states))
 
 
 class DraftStatesView:
@@ -124,9 +119,7 @@ class DraftStatesView:
 
     def rounds(self, token_ids: Tensor, cache: RoundsCache) -> Tensor:
         """Return the exit's states [.., rounds, depth, hidden] of rounds whose drafts `token_ids` [rounds, depth] are known."""
-        states = self._part.rounds(token_ids, cache, last_only=True).states
-        assert states is not None, "the exit is tapped"
-        return states
+        return _joined_states(self._part.rounds(token_ids, cache, last_only=True))
 
 
 class ResumeView:
@@ -252,6 +245,11 @@ class ExitView:
     def fill(self, token_ids: Tensor, cache: KVCache, start: int, states: Tensor) -> None:
         """Run only the head on the `states` [.., width, hidden] of `token_ids`, to fill its cache."""
         self._target.run(self._head_only, token_ids, cache, start, last_only=True, states=states)
+
+
+def _joined_states(chunks: Iterator[Outputs]) -> Tensor:
+    states = [chunk.states for chunk in chunks if chunk.states is not None]
+    return states[0] if len(states) == 1 else torch.cat(states, dim=-3)
 
 
 def _check_indices(indices: Collection[int], num_layers: int) -> None:

@@ -175,7 +175,7 @@ class Survey:
         """Yield the logits [positions, vocabulary] of a skip set on each sequence: few sequences' are in memory at a time."""
         cache, token_ids = self.rounds
         view = DraftView(self.target, draft.skip_attention, draft.skip_mlp, keep_boundary=False, bits=draft.bits)
-        return self._of_texts(view.rounds_by_chunk(token_ids, cache))
+        return self._of_texts(view.rounds(token_ids, cache))
 
     def exit_logits(self, draft: EarlyExit) -> Iterator[Tensor]:
         """Yield the logits [positions, vocabulary] of an exit on each sequence: one sequence's are in memory at a time.

@@ -7,13 +7,7 @@ import torch
 from torch import Tensor
 
 from decoding.cache.kv_cache import KVCache, Slot
-from decoding.decode import Request, speculative
-from decoding.draft_length import Fixed
-from decoding.drafters.layer_skip import LayerSkipDrafter
-from decoding.drafts import LayerSkip
 from decoding.runners.compilation import compiler_options
-from decoding.text import Ending
-from tests.support.families import PROMISED, WINDOW, some_tokens, target_of
 
 HEADS, SIZE = 2, 3
 
@@ -74,24 +68,6 @@ def test_storage_is_allocated_once_and_returned_without_a_copy() -> None:
     assert cache.layers[0].keys.shape == (1, HEADS, 8, SIZE)
 
 
-def test_decoding_allocates_each_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = target_of("gemma3")
-    drafter = LayerSkipDrafter(target, LayerSkip.blocks((2, 3)))  # its checks of the model have caches of their own
-    made: list[KVCache] = []
-
-    def remember(capacity: int) -> KVCache:
-        made.append(KVCache(target.num_layers, capacity))
-        return made[-1]
-
-    monkeypatch.setattr(target, "new_cache", remember)
-    request = Request(some_tokens(5), Ending(12))
-    addresses = set()
-    for _ in speculative(target, drafter, Fixed(max_tokens=3).controller(), request):
-        addresses.add(tuple(layer.keys.data_ptr() for layer in made[0].layers))
-    assert len(made) == len(addresses) == 1
-    assert made[0].capacity >= 5 + 12
-
-
 def test_updates_are_counted_by_layer() -> None:
     cache = KVCache(num_layers=2, capacity=8)
     cache.cover(0, 1)
@@ -105,21 +81,6 @@ def test_pass_beyond_the_capacity_is_refused() -> None:
     cache.cover(6, 2)
     with pytest.raises(ValueError, match="the cache holds 8 positions, but the pass needs position 8"):
         cache.cover(6, 3)
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("family", sorted(PROMISED))
-def test_forgotten_tokens_leave_no_trace_in_the_logits(family: str) -> None:
-    target = target_of(family)
-    length = 2 * WINDOW
-    ids = torch.tensor([some_tokens(length)])
-    whole = target.forward(ids, target.new_cache(length), 0)
-    cache = target.new_cache(2 * length)
-    target.forward(ids[:, : length - 4], cache, 0)
-    target.forward(ids.flip(1), cache, length - 4)  # more than a window of other tokens
-    cache.roll_back(length - 4)
-    again = target.forward(ids[:, length - 4 :], cache, length - 4)
-    torch.testing.assert_close(again, whole[length - 4 :], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by modules that torch's compiler imports

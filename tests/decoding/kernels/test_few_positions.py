@@ -30,8 +30,9 @@ pytestmark = pytest.mark.skipif(not SUPPORTED, reason="the processor lacks the i
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 40), (31, 7), (1, 3), (576, 18)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "bias"), [(64, 40, True), (31, 7, False), (1, 3, True), (576, 18, False)]
+)
 @pytest.mark.parametrize("dtype", SUPPORTED)
 def test_products_equal_linears(dtype: torch.dtype, inputs: int, outputs: int, bias: bool) -> None:
     torch.manual_seed(0)

@@ -32,23 +32,20 @@ def _relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 @pytest.mark.parametrize("bits", ERRORS)
-def test_products_are_close_to_those_of_the_weights(
-    bits: int, dtype: torch.dtype, sizes: tuple[int, int], bias: bool
-) -> None:
+def test_products_are_close_to_those_of_the_weights(bits: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    layer = nn.Linear(*sizes, bias=bias, dtype=dtype)
-    nn.init.normal_(layer.weight)
-    fast = quantised(layer, bits)
-    for shape in ((1, 1), (1, 5), (2, 3), (7,), ()):
-        values = torch.randn(*shape, sizes[0]).to(dtype)
-        found = fast(values)
-        assert found.dtype is dtype
-        assert found.shape == (*shape, sizes[1])
-        assert _relative_error(found, layer(values)) < ERRORS[bits] + UNIT[dtype]
+    for number, sizes in enumerate(SIZES):
+        layer = nn.Linear(*sizes, bias=number % 2 == 0, dtype=dtype)
+        nn.init.normal_(layer.weight)
+        fast = quantised(layer, bits)
+        for shape in ((1, 1), (1, 5), (2, 3), (7,), ()):
+            values = torch.randn(*shape, sizes[0]).to(dtype)
+            found = fast(values)
+            assert found.dtype is dtype
+            assert found.shape == (*shape, sizes[1])
+            assert _relative_error(found, layer(values)) < ERRORS[bits] + UNIT[dtype]
 
 
 @torch.inference_mode()

@@ -29,7 +29,7 @@ from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
 from decoding.runners.compilation import CompiledBlocks, call_block
 from decoding.runners.contract import Outputs, Part
 from decoding.runners.eager import EagerRunner
-from decoding.runners.masks import MaskKinds, Positions
+from decoding.runners.masks import MaskKinds
 from decoding.runners.static import StaticRunner
 from decoding.runners.tape import Tapes
 from decoding.target import TappedView, Target
@@ -99,25 +99,20 @@ def plain_tokens(family: str) -> tuple[int, ...]:
     return plainly(target_of(family), Request(PROMPT, Ending(NUM_NEW_TOKENS)))
 
 
-@pytest.mark.parametrize("buckets", BUCKETS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_plain_output_equals_the_eager_runners(family: str, buckets: str) -> None:
-    for prompt in ("one token", "several tokens"):
-        length = len(plain_text(family, prompt))
-        request = Request(some_tokens(1 if prompt == "one token" else 9), Ending(length))
-        assert plainly(static_target(family, buckets), request) == plain_text(family, prompt)
+def test_plain_output_equals_the_eager_runners(family: str) -> None:
+    for buckets in BUCKETS:
+        assert plainly(static_target(family, buckets), Request(PROMPT, Ending(NUM_NEW_TOKENS))) == plain_tokens(family)
 
 
-@pytest.mark.parametrize("prefix_reuse", [True, False])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gemma3n"])
+@pytest.mark.parametrize(("family", "prefix_reuse"), [("llama", True), ("gemma3n", True), ("gpt2", False)])
 def test_exit_with_a_head_writes_the_same_text(family: str, prefix_reuse: bool) -> None:
     request = Request(PROMPT, Ending(NUM_NEW_TOKENS))
     rules = [Fixed(max_tokens=3), AdaEdl(max_tokens=6, initial_threshold=0.5, keep_last=False)]
     for number, buckets in enumerate(BUCKETS, start=prefix_reuse):
-        rule = rules[number % 2]
         target = static_target(family, buckets)
         drafter = EarlyExitDrafter(target, NUM_LAYERS - 2, new_exit_head(target), prefix_reuse=prefix_reuse)
-        generation = Generation.collect(speculative(target, drafter, rule.controller(), request))
+        generation = Generation.collect(speculative(target, drafter, rules[number % 2].controller(), request))
         assert generation.tokens == plain_tokens(family)
         assert generation.num_drafted > 0
 
@@ -133,7 +128,7 @@ def test_head_drafts_as_with_the_eager_runner() -> None:
     assert len(set(lengths[0])) > 2
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_text_many_windows_long_is_the_same(family: str) -> None:
     request = Request(some_tokens(3 * WINDOW), Ending(8 * WINDOW))
     expected = plainly(target_of(family), request)
@@ -227,19 +222,6 @@ def test_attention_without_mask_support_is_refused(monkeypatch: pytest.MonkeyPat
         Target(model, "static")
 
 
-def test_wrong_logits_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_seen(self: MaskKinds, slots: Tensor, num_slots: int, positions: Tensor | None) -> tuple[Tensor, ...]:
-        return (torch.ones((1, 1, slots.shape[0], num_slots), dtype=torch.bool),)
-
-    def last_seen(self: Positions, slots: Tensor, num_slots: int, positions: Tensor | None) -> tuple[Tensor, ...]:
-        return (slots[None, None, None] + 3,)
-
-    monkeypatch.setattr(MaskKinds, "masks", all_seen)
-    monkeypatch.setattr(Positions, "masks", last_seen)
-    with pytest.raises(UnsupportedRunnerError, match="gives different logits with the runner 'static' than without it"):
-        Target(build("llama"), unwrapped())
-
-
 def test_unknown_runner_is_refused_with_the_valid_names() -> None:
     with pytest.raises(UnsupportedRunnerError, match="unknown runner 'fast'; valid: eager, static"):
         Target(build("llama"), "fast")
@@ -312,30 +294,6 @@ def test_block_that_cannot_be_compiled_runs_uncompiled_with_a_warning(monkeypatc
     assert plainly(target, Request(PROMPT, Ending(NUM_NEW_TOKENS))) == plain_text("llama", "several tokens")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by modules that torch's compiler imports
-def test_real_compiler_gives_the_same_output() -> None:
-    if compilation_is_impossible():
-        pytest.skip("no C++ compiler on this machine")
-    target = Target(build("llama"), "static")
-    assert isinstance(target.runner.block_call, CompiledBlocks)
-    assert target.runner.block_call.problem is None
-    request = Request(PROMPT, Ending(NUM_NEW_TOKENS))
-    assert write(target, SKIPS["last block"], Fixed(max_tokens=3), request).tokens == plain_text(
-        "llama", "several tokens"
-    )
-
-
-def compilation_is_impossible() -> bool:
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return True
-    return False
-
-
 def test_errors_of_the_block_itself_are_not_taken_for_the_compilers() -> None:
     class Block(nn.Module):
         def forward(self, hidden_states: Tensor) -> Tensor:
@@ -356,13 +314,7 @@ def exact_target(family: str, dtype: torch.dtype) -> Target:
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [
-        ("llama", torch.float32),
-        ("llama", torch.bfloat16),
-        ("gemma2", torch.bfloat16),
-        ("qwen3", torch.float32),
-        ("gpt2", torch.bfloat16),
-    ],
+    [("llama", torch.bfloat16), ("gemma2", torch.bfloat16), ("qwen3", torch.float32)],
 )
 def test_logits_of_the_verification_have_the_bits_of_plain_decoding(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

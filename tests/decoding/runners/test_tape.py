@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from decoding.decode import Request
-from decoding.decoder import plain_decoder
+from decoding.decoder import Decoder, plain_decoder
+from decoding.draft_length import Fixed
+from decoding.drafts import LayerSkip
 from decoding.runners.compilation import CompiledBlocks
 from decoding.runners.contract import Outputs
 from decoding.runners.tape import Tapes
@@ -155,3 +157,6 @@ def test_decoding_with_prepared_passes_calls_no_block(monkeypatch: pytest.Monkey
     monkeypatch.setattr(CompiledBlocks, "__call__", counted)
     assert decoder.generate(request).tokens == expected
     assert calls == 0
+    assert getattr(target.runner.block_call, "problem", "missing") is None
+    drafted = Decoder(target, LayerSkip(skip_attention=(1,), skip_mlp=(2,)), Fixed(max_tokens=3)).generate(request)
+    assert drafted.tokens == expected

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from decoding.cache.kv_cache import KVCache, Slot
 from decoding.errors import UnsupportedRunnerError
-from decoding.runners import static
+from decoding.runners import shared_pass, static
 from decoding.runners.contract import Inputs
 from decoding.runners.masks import MaskKinds, Positions
 from decoding.runners.static import StaticRunner
@@ -91,12 +91,12 @@ def wrong_mask(patch: pytest.MonkeyPatch) -> None:
 
 
 def shifted_position(patch: pytest.MonkeyPatch) -> None:
-    genuine = static.Inputs
+    genuine = shared_pass.Inputs
 
-    def shifted(**given: Any) -> Inputs:
-        return genuine(**{**given, "positions": given["positions"] + 1})
+    def shifted(token_ids: Tensor, positions: Tensor, *rest: Any) -> Inputs:
+        return genuine(token_ids, positions + 1, *rest)
 
-    patch.setattr(static, "Inputs", shifted)
+    patch.setattr(shared_pass, "Inputs", shifted)
 
 
 def missing_block(patch: pytest.MonkeyPatch) -> None:
@@ -118,8 +118,15 @@ def stale_cache(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Slot, "update", update)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("plant", [wrong_mask, shifted_position, missing_block, stale_cache])
+@pytest.mark.parametrize(
+    ("plant", "dtype"),
+    [
+        (wrong_mask, torch.bfloat16),
+        (shifted_position, torch.float32),
+        (missing_block, torch.bfloat16),
+        (stale_cache, torch.float32),
+    ],
+)
 def test_planted_errors_are_caught(
     plant: Callable[[pytest.MonkeyPatch], None], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

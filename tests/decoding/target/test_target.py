@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from decoding.decode import Request, autoregressive, speculative
+from decoding.decode import Request, speculative
 from decoding.draft_length import Fixed
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafts import LayerSkip
@@ -154,13 +155,8 @@ def test_last_position_alone_is_the_last_row_of_a_family_that_gives_all() -> Non
 # Per family, the linear layers that write a block's attention and MLP into the residual stream.
 WRITERS = {
     "llama": ("self_attn.o_proj", "mlp.down_proj"),
-    "qwen2": ("self_attn.o_proj", "mlp.down_proj"),
-    "gemma2": ("self_attn.o_proj", "mlp.down_proj"),
     "gemma3": ("self_attn.o_proj", "mlp.down_proj"),
-    "phi3": ("self_attn.o_proj", "mlp.down_proj"),
-    "olmo2": ("self_attn.o_proj", "mlp.down_proj"),
     "gpt_neox_parallel": ("attention.dense", "mlp.dense_4h_to_h"),
-    "gpt_neox_sequential": ("attention.dense", "mlp.dense_4h_to_h"),
 }
 
 
@@ -184,13 +180,13 @@ SKIPS = {
 }
 
 
-@pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("family", WRITERS)
-def test_skipped_sublayers_write_nothing_into_the_residual_stream(family: str, skip: str) -> None:
+def test_skipped_sublayers_write_nothing_into_the_residual_stream(family: str) -> None:
     target, ids = target_of(family), ids_of()
-    expected = silenced(family, *SKIPS[skip])(ids).logits[0, -1:]
-    assert_close(draft_logits(target, ids, *SKIPS[skip]), expected)
-    assert not torch.allclose(full_logits(target, ids)[-1:], expected, atol=1e-2)
+    for skipped in SKIPS.values():
+        expected = silenced(family, *skipped)(ids).logits[0, -1:]
+        assert_close(draft_logits(target, ids, *skipped), expected)
+        assert not torch.allclose(full_logits(target, ids)[-1:], expected, atol=1e-2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -200,13 +196,6 @@ def test_skipped_attention_leaves_its_cache_alone(family: str) -> None:
         cache = target.new_cache(LENGTH)
         DraftView(target, attention, mlp, keep_boundary=False).forward(ids_of(), cache, 0)
         assert cache.updates_per_layer == [int(index not in attention) for index in EVERY_LAYER]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_view_that_skips_nothing_is_the_model(family: str) -> None:
-    target, ids = target_of(family), ids_of()
-    last = target.forward(ids, target.new_cache(LENGTH), 0, last_only=True)
-    assert torch.equal(draft_logits(target, ids, [], []), last)
 
 
 def test_boundary_is_the_first_block_that_differs() -> None:
@@ -285,15 +274,14 @@ def joined(states: Sequence[torch.Tensor | None]) -> torch.Tensor:
     return torch.cat([each for each in states if each is not None], dim=-2)
 
 
-@pytest.mark.parametrize("boundary", range(1, NUM_LAYERS))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pass_resumed_after_the_prefix_equals_the_whole_pass(family: str, boundary: int) -> None:
+def test_pass_resumed_after_the_prefix_equals_the_whole_pass(family: str) -> None:
     target, ids = target_of(family), ids_of(LENGTH + 1)
     half, width = LENGTH // 2, LENGTH - LENGTH // 2
     whole = full_logits(target, ids)
-    draft = DraftView(target, [boundary], [boundary], keep_boundary=True)
-    resume = ResumeView(target, boundary)
-    for known in (width, width - 1):
+    for boundary, known in itertools.product(range(1, NUM_LAYERS), (width, width - 1)):
+        draft = DraftView(target, [boundary], [boundary], keep_boundary=True)
+        resume = ResumeView(target, boundary)
         cache = target.new_cache(LENGTH + 1)
         target.forward(ids[:, :half], cache, 0)
         # Token by token, as a draft does.
@@ -344,9 +332,7 @@ def test_resumed_pass_needs_the_states_of_all_positions_or_all_but_one(known: in
 # --- what the confidences read ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "mistral", "phi3", "gpt_neox_parallel", "gpt_neox_sequential", "mixtral"]
-)
+@pytest.mark.parametrize("family", ["llama", "gpt_neox_parallel", "mixtral"])
 def test_embedding_and_sublayer_outputs_add_up_to_the_last_hidden_state(family: str) -> None:
     target, ids = target_of(family), ids_of()
     model = target.model
@@ -359,27 +345,6 @@ def test_embedding_and_sublayer_outputs_add_up_to_the_last_hidden_state(family: 
     inner = getattr(model, target.anatomy.path[0])
     norm = inner.final_layer_norm if family.startswith("gpt_neox") else inner.norm
     assert_close(model.get_output_embeddings()(norm(stream)), full_logits(target, ids))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_sublayer_outputs_are_what_the_modules_return(family: str) -> None:
-    target, ids = target_of(family), ids_of()
-    kept: dict[str, Any] = {}
-    last = target.blocks[-1]
-    names = target.anatomy.attention[-1], target.anatomy.mlp[-1]
-    handles = [
-        getattr(last, part.name).register_forward_hook(
-            lambda module, args, output, name=part.name: kept.update({name: output})
-        )
-        for part in names
-        if part is not None
-    ]
-    target.model(ids)
-    for handle in handles:
-        handle.remove()
-    for output, own in zip(sublayer_outputs(target, ids)[-1], kept.values(), strict=True):
-        expected = own[0] if isinstance(own, tuple) else own
-        assert_close(output, expected.reshape(output.shape))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -404,11 +369,6 @@ LONG = {
     "factor": 12.8,
     "original_max_position_embeddings": 20,
 }
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_passes_of_the_usual_families_may_be_of_any_width(family: str) -> None:
-    assert target_of(family).widest_pass(0) is target_of(family).widest_pass(1_000) is None
 
 
 def test_pass_does_not_straddle_the_change_of_a_long_rope() -> None:
@@ -441,10 +401,6 @@ def traces(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def decode_plainly(target: Target) -> None:
-    list(autoregressive(target, Request(some_tokens(4), Ending(6))))
-
-
 def decode_speculatively(target: Target) -> None:
     for skip in (LayerSkip.blocks((2, 3)), LayerSkip(skip_attention=(0,), skip_mlp=(4,))):
         for prefix_reuse in (True, False):
@@ -474,24 +430,21 @@ def fail_in_a_pass(target: Target) -> None:
 
 
 USES: dict[str, Callable[[Target], object]] = {
-    "nothing": lambda target: None,
-    "plain decoding": decode_plainly,
     "speculative decoding": decode_speculatively,
     "a text not written to its end": stop_in_the_middle,
     "sublayer outputs": lambda target: sublayer_outputs(target, ids_of()),
-    "logit lens": lambda target: list(logit_lens(target, ids_of())),
     "a logit lens not read to its end": lambda target: next(logit_lens(target, ids_of())),
     "passes that fail": fail_in_a_pass,
 }
 
 
-@pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("family", sorted(PROMISED))
-def test_use_leaves_the_model_unchanged(family: str, use: str) -> None:
+def test_use_leaves_the_model_unchanged(family: str) -> None:
     model = build(family)
-    before = traces(model)
-    USES[use](Target(model))
-    assert traces(model) == before
+    before, target = traces(model), Target(model)
+    for use in USES.values():
+        use(target)
+        assert traces(model) == before, use
 
 
 def test_two_targets_of_one_model_do_not_disturb_each_other() -> None:

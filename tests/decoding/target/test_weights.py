@@ -153,8 +153,18 @@ def decoders(target: Target) -> list[Decoder]:
     return [plain_decoder(target), *(Decoder(target, draft, RULE) for draft in drafts)]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(
+    ("runner", "change"),
+    [
+        *(("graphs", change) for change in CHANGES),
+        *(
+            (runner, change)
+            for runner in ("graphs, fused", "tapes")
+            for change in (away_and_back, loaded, merged_in_place)
+        ),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.__name__,
+)
 def test_after_a_change_every_decoder_writes_what_the_model_writes(
     runner: str, change: Callable[[PreTrainedModel], None], request: pytest.FixtureRequest
 ) -> None:

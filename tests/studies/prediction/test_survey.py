@@ -108,13 +108,13 @@ def test_depth_changes_what_a_draft_reads_of_its_own_only(target: Target, texts:
 def test_draft_is_recorded_once(target: Target, texts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     survey = Survey(target, PROMPTS, texts)
     passes: list[Any] = []
-    honest = DraftView.rounds_by_chunk
+    honest = DraftView.rounds
 
     def rounds(view: DraftView, *args: Any) -> Any:
         passes.append(args)
         return honest(view, *args)
 
-    monkeypatch.setattr(DraftView, "rounds_by_chunk", rounds)
+    monkeypatch.setattr(DraftView, "rounds", rounds)
     one, two, three = survey.record_all([SKIPS[0], SKIPS[1], SKIPS[0]])
     assert one is three is survey.record(SKIPS[0]) is not two
     assert len(passes) == 2
