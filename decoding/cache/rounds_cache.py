@@ -87,8 +87,8 @@ def _gathered(known: _Known, index: Tensor, num_rounds: int) -> tuple[Tensor, Te
     return keys, values
 
 
-def _same(*rows: Tensor) -> tuple[Tensor, ...]:
-    return rows
+def _same(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    return keys, values
 
 
 class RoundsChunk(Cache):
