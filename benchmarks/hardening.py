@@ -4,9 +4,9 @@ Bad input: garbage for every option of every command, each in a process of its o
 nothing. Damaged profiles, configurations and data sets must be read, or refused in one line. Sequences of random models, drafts
 and rules must be those of transformers' `generate`; threads that share a decoder must write the same ones.
 
-Searches with planted costs are killed at random moments and resumed: no finished trial may be lost or doubled, in the storage or in
-MLflow, and the winner must be the undisturbed one. The same must hold when a disk is full, a folder cannot be written or a database
-is locked: the search ends with one line, or waits, and the same command resumes it. Full disks need root, to mount a small one.
+When a disk is full, a folder cannot be written or a database is locked, a search with planted costs must end with one line or wait,
+and the same command must resume it: no finished trial lost or doubled, and the undisturbed winner. Full disks need root, to mount a
+small one. `benchmarks.killed` does the same with kills.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import random
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -29,7 +28,7 @@ import torch
 from benchmarks import faults
 from benchmarks.random_texts import compare_with_generate, sequences_in_threads
 from benchmarks.results import show, write
-from benchmarks.small_search import REFUSED, STORES, CheckOutcome, Records, SearchPlace, changed, status_of
+from benchmarks.small_search import REFUSED, STORES, CheckOutcome, SearchPlace, status_of
 from benchmarks.task import arguments
 from decoding.documents.strict_yaml import dump
 from decoding.draft_length import Fixed
@@ -82,8 +81,6 @@ DATA = (
     '{"prompt": "def f(x):", "file": "a.py"}\n{"prompt": "import os", "file": "b.py"}\n',
     '{"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]}\n',
 )
-MOST_KILLS = 3
-"""Kills of one search before it is resumed to its end: on a busy machine it might be killed for ever while it loads."""
 STRIKES_AFTER = 2
 """Trials that are finished before a fault."""
 DISK_BYTES = 8 * 2**20
@@ -205,44 +202,6 @@ def damaged_documents(folder: Path, documents: int, data_sets: int, seed: int) -
     ]
 
 
-def killed_searches(folder: Path, num_kills: int, seed: int) -> tuple[list[CheckOutcome], dict[str, Any]]:
-    """Kill searches `num_kills` times at random moments, each up to `MOST_KILLS` times; resume each to its end.
-
-    Moments are drawn from the seconds that the search before took with all its runs, as the load of the machine changes.
-    """
-    place, stream = SearchPlace.made(folder), random.Random(seed)
-    kills, ends = CheckOutcome("kills"), CheckOutcome("searches that were killed and resumed")
-    problem = place.finish("first")  # makes the stores
-    start = time.perf_counter()
-    problem = problem or place.finish("undisturbed")
-    seconds = time.perf_counter() - start
-    if problem is not None:
-        ends.count(problem, of="undisturbed")
-        return [kills, ends], {}
-    moments = list[float]()
-    trials = len(place.records("undisturbed"))
-    while kills.num_cases < num_kills:
-        name, start = f"killed-{ends.num_cases}", time.perf_counter()
-        known: Records = {}
-        problem = None
-        for _ in range(min(stream.randint(1, MOST_KILLS), num_kills - kills.num_cases)):
-            process, moment = place.start(name), stream.uniform(0.0, seconds)
-            process.join(moment)
-            if process.exitcode is not None:
-                problem = place.failure(name, process.exitcode)
-                break
-            process.kill()
-            process.join()
-            found = place.records(name)
-            kills.count(changed(known, found), of=f"{name}, after {moment:.2f} s")
-            moments.append(round(moment, 3))
-            known = found
-        problem = problem or place.finish(name) or place.difference(name, known, "undisturbed")
-        seconds = time.perf_counter() - start
-        ends.count(problem, of=name)
-    return [kills, ends], {"trials": trials, "killed after": moments}
-
-
 class Case(NamedTuple):
     """A fault of one of the three folders in which a search writes."""
 
@@ -331,7 +290,6 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=300, help="random ones, compared with generate")
     parser.add_argument("--threaded-sequences", type=int, default=500, help="of threads on one decoder")
     parser.add_argument("--decoding-threads", type=int, default=8)
-    parser.add_argument("--kills", type=int, default=50, help="of searches at random moments")
     parser.add_argument("--faults", type=int, default=8, help="most faults that a search meets")
     parser.add_argument("--locked-seconds", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -341,7 +299,7 @@ def main() -> int:
     found, facts = list[CheckOutcome](), dict[str, Any]()
     with TemporaryDirectory(prefix="sdtune-hardening-") as name:
         folder = Path(name)
-        for part in ("commands", "kills", "faults"):
+        for part in ("commands", "faults"):
             (folder / part).mkdir()
         if args.command_lines:
             found.append(refuse_all(folder / "commands", command_lines()[: args.command_lines]))
@@ -351,9 +309,6 @@ def main() -> int:
             found.append(outcome)
         if args.threaded_sequences:
             found.append(sequences_in_threads(args.threaded_sequences, args.decoding_threads, args.seed))
-        if args.kills:
-            outcomes, facts["kills"] = killed_searches(folder / "kills", args.kills, args.seed)
-            found += outcomes
         if args.faults:
             outcome, facts["faults"] = searches_with_faults(folder / "faults", args.faults, args.locked_seconds)
             found.append(outcome)

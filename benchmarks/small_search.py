@@ -9,7 +9,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import optuna
 import torch
+from optuna.trial import TrialState
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -30,7 +31,7 @@ from decoding.rounds import Round
 from studies.contract import TrialRecord
 from tuner.config import SearchConfig
 from tuner.measuring.clock import PriceList
-from tuner.progress import Unwatched
+from tuner.progress import Progress, Unwatched
 from tuner.search.run import search
 from tuner.search.storage import StudyStore
 from tuner.search.task import prepare
@@ -44,6 +45,8 @@ STUDIES: Mapping[str, dict[str, Any]] = {
     "conf_layers": {"max_trials": 5, "patience": 5, "draft_length": Fixed(max_tokens=3).model_dump()},
     "exit_layer": {"max_trials": 4},
 }
+SHORT_TRIALS = "tpe"
+"""The study of a search of many short trials, which several processes run together: it waits for no trial's result."""
 STORES = ("trials", "tracking", "profile")
 """What a search writes: trials, MLflow's runs and the profile."""
 REFUSED = 2
@@ -80,6 +83,10 @@ class SearchPlace:
     folder: Path
     stores: Mapping[str, Path]
     """Folders of what a search writes, by their names in `STORES`."""
+    short_trials: int | None = None
+    """Trials of a search that tries whole blocks and exits at short fixed lengths; None for the few of `STUDIES`."""
+    storage: str | None = None
+    """Database of the trials; default: a SQLite file."""
 
     @classmethod
     def made(cls, folder: Path) -> SearchPlace:
@@ -98,8 +105,30 @@ class SearchPlace:
         """SQLite file of the `trials` or of MLflow (`tracking`)."""
         return self.stores[store] / {"trials": "trials.db", "tracking": "mlflow.db"}[store]
 
+    @property
+    def tracking_url(self) -> str:
+        return f"sqlite:///{self.database('tracking')}"
+
     def profile(self, name: str) -> Path:
         return self.stores["profile"] / f"{name}.yaml"
+
+    @property
+    def studies(self) -> Mapping[str, dict[str, Any]]:
+        if self.short_trials is None:
+            return STUDIES
+        space = {
+            "kinds": ["skip_set"],
+            "whole_blocks": True,
+            "rules": ["fixed"],
+            "max_tokens": 4,
+            "bits": [],
+            "trees": False,
+        }
+        return {SHORT_TRIALS: {**space, "max_trials": self.short_trials}}
+
+    @property
+    def storage_url(self) -> str:
+        return self.storage or f"sqlite:///{self.database('trials')}"
 
     def config(self, name: str, **changes: Any) -> SearchConfig:
         """Return the configuration of the search `name`, with other settings."""
@@ -110,18 +139,18 @@ class SearchPlace:
                 "max_new_tokens": 10,
                 "tuning_prompts": 6,
                 "held_out_prompts": 4,
-                "prompts_per_trial": 3,
-                "finalists": 2,
-                "study": list(STUDIES),
-                "studies": dict(STUDIES),
+                "prompts_per_trial": 3 if self.short_trials is None else 2,
+                "finalists": 2 if self.short_trials is None else 4,
+                "study": list(self.studies),
+                "studies": dict(self.studies),
                 "distill": "never",
                 "stock": False,
                 "threads": 1,
                 "dtype": "float32",
                 "heads": self.folder / "heads",
                 "experiment": name,
-                "storage": f"sqlite:///{self.database('trials')}",
-                "tracking_uri": f"sqlite:///{self.database('tracking')}",
+                "storage": self.storage_url,
+                "tracking_uri": self.tracking_url,
                 "out": self.profile(name),
                 **changes,
             }
@@ -133,16 +162,23 @@ class SearchPlace:
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def records(self, name: str) -> Records:
-        path = self.database("trials")
-        return finished_trials(f"sqlite:///{path}", name) if path.exists() else {}
+        if self.storage is None and not self.database("trials").exists():
+            return {}
+        return finished_trials(self.storage_url, name, tuple(self.studies))
 
-    def start(self, name: str, *, after: int = 0, fault: Fault | None = None) -> BaseProcess:
-        """Start the search in a process of its own, which meets a `fault` when it has finished `after` trials."""
+    def start(self, name: str, *, said: str | None = None, after: int = 0, fault: Fault | None = None) -> BaseProcess:
+        """Start the search in a process of its own, which meets a `fault` when it has finished `after` trials.
+
+        `said` names what it writes, where several processes run one search.
+        """
+        progress = Unwatched() if fault is None else Disturbed(after, fault)
+        return self.process(said or name, planted_search, self.config(name), progress)
+
+    def process(self, said: str, work: Callable[..., object], *arguments: Any) -> BaseProcess:
+        """Start a process that does `work`; what it writes is `said`."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "benchmarks.late_imports"])
-        progress = Unwatched() if fault is None else Disturbed(after, fault)
-        arguments = self.config(name), progress, self.folder / f"{name}.txt"
-        process = context.Process(target=_run, args=arguments)
+        process = context.Process(target=_run, args=(self.folder / f"{said}.txt", work, *arguments))
         process.start()
         return process
 
@@ -165,12 +201,9 @@ class SearchPlace:
 
         `known` are its trials that were finished before.
         """
-        records = self.records(name)
-        runs = tracked_runs(f"sqlite:///{self.database('tracking')}", name)
-        problem = changed(known, records) or unlike(records, self.records(undisturbed)) or untrue(*runs, records)
-        if problem is None and (winner := self.winner(name)) != (wanted := self.winner(undisturbed)):
-            problem = f"another winner: {winner}, undisturbed {wanted}"
-        return problem
+        records, wanted = self.records(name), (self.records(undisturbed), self.winner(undisturbed))
+        found = records, self.winner(name)
+        return changed(known, records) or difference(*found, *wanted, self.storage_url, self.tracking_url, name)
 
 
 class Disturbed(Unwatched):
@@ -201,11 +234,11 @@ def winner_of(profile: Path) -> Any:
     return DraftProfile.load(profile).model_dump(mode="json", include={"draft", "draft_length"})
 
 
-def finished_trials(storage: str, experiment: str) -> Records:
+def finished_trials(storage: str, experiment: str, studies: Sequence[str] = tuple(STUDIES)) -> Records:
     """Return the finished trials of a search in a storage."""
     store = StudyStore(storage, experiment)
     try:
-        found = [stored.records() for study in STUDIES if (stored := store.find(study)) is not None]
+        found = [stored.records() for study in studies if (stored := store.find(study)) is not None]
     finally:
         store.close()
     return {(record.study, record.number): record for records in found for record in records}
@@ -224,6 +257,32 @@ def tracked_runs(uri: str, experiment: str) -> tuple[list[str], dict[tuple[str, 
             else:
                 parents.append(run.info.status)
     return parents, nested
+
+
+def difference(
+    records: Records, winner: Any, wanted: Records, wanted_winner: Any, storage: str, tracking: str, experiment: str
+) -> str | None:
+    """Return how a finished search differs from an undisturbed one, whose records and winner are `wanted`, or None."""
+    runs = tracked_runs(tracking, experiment)
+    problem = unlike(records, wanted) or unfinished(storage, experiment) or untrue(*runs, records)
+    if problem is None and winner != wanted_winner:
+        return f"another winner: {winner}, undisturbed {wanted_winner}"
+    return problem
+
+
+def unfinished(storage: str, experiment: str) -> str | None:
+    """Return which trials of a finished search still wait or run, or None."""
+    opened = optuna.storages.RDBStorage(storage)
+    states = (TrialState.WAITING, TrialState.RUNNING)
+    names = [name for name in optuna.get_all_study_names(opened) if name.rpartition("/")[0] == experiment]
+    left = [
+        f"{name} {trial.number} ({trial.state.name})"
+        for name in names
+        for trial in optuna.load_study(study_name=name, storage=opened).get_trials(deepcopy=False, states=states)
+    ]
+    opened.remove_session()
+    opened.engine.dispose()
+    return f"trials that never ended: {', '.join(left)}" if left else None
 
 
 def changed(before: Records, after: Records) -> str | None:
@@ -258,18 +317,23 @@ def untrue(parents: list[str], nested: Mapping[tuple[str, int], list[str]], reco
     return None
 
 
-def _run(config: SearchConfig, progress: Unwatched, said: Path) -> None:
-    """Run a search to its end: status 0, or 2 with an error in one line."""
+def _run(said: Path, work: Callable[..., object], *arguments: Any) -> None:
+    """Do the work of a process: status 0, or 2 with an error in one line."""
     with said.open("wb") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
-    torch.set_num_threads(1)
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
-        search(replace(prepare(config, progress), prices=planted_prices()), progress)
+        work(*arguments)
     except SdtuneError as refusal:
         sys.stderr.write(f"sdtune: {refusal}\n")
         sys.exit(REFUSED)
+
+
+def planted_search(config: SearchConfig, progress: Progress) -> None:
+    """Run a search with planted costs."""
+    torch.set_num_threads(1)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    search(replace(prepare(config, progress), prices=planted_prices()), progress)
 
 
 def planted_prices() -> PriceList:

@@ -73,9 +73,9 @@ def test_planted(run: Run) -> None:
 
 def test_hardening(run: Run) -> None:
     cases = "--command-lines 2 --documents 20 --data-sets 2 --sequences 4 --threaded-sequences 8 --decoding-threads 4"
-    found = run("hardening", *cases.split(), *["--kills", "1", "--faults", "0"])
+    found = run("hardening", *cases.split(), "--faults", "0")
     assert not any(found["failures"].values())
-    assert len(found["failures"]) == 8
+    assert len(found["failures"]) == 6
 
 
 def test_passes(run: Run) -> None:
@@ -123,20 +123,11 @@ def test_serving(run: Run) -> None:
     assert [row["wrong"] for row in found["throughput"]] == [0, 0]
 
 
-def test_service(run: Run) -> None:
-    sizes = [
-        "--databases",
-        "sqlite",
-        "--kills",
-        "1",
-        "--load-trials",
-        "12",
-        "--sqlite-workers",
-        "2",
-        "--watchers",
-        "20",
-    ]
-    found = run("service", *sizes)
+def test_killed(run: Run) -> None:
+    found = run("killed", "alone", "two on SQLite", "--trials", "12", "--kills", "1")
     assert found["failures"] == []
-    assert [row["processes"] for row in found["sqlite, load"]] == [1, 2]
-    assert found["watchers"]["200"] == 20
+
+
+def test_watchers(run: Run) -> None:
+    found = run("watchers", "--watchers", "20")
+    assert (found["failures"], found["watchers"]["200"]) == ([], 20)
