@@ -8,28 +8,26 @@ failed or had no time. `--device cpu --preset demo --stretch 6` tries it out on 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-GRACE_SECONDS = 10.0
-"""Seconds between the interrupt of a step and the end of its process."""
-POLL_SECONDS = 0.2
 NEEDED = {
     **{name: name for name in ("click", "datasets", "greenlet", "jinja2", "mlflow", "optuna", "plotly", "psutil")},
     **{name: name for name in ("pydantic", "rich", "safetensors", "scipy", "sqlalchemy", "torch", "transformers")},
     **{"sklearn": "scikit-learn", "yaml": "pyyaml"},
 }
 """Packages by the names that are imported, with their names for `pip`."""
+RUNNING = "running"
 WORKER = (sys.executable, "-m", "benchmarks.gpu.worker")
 
 
@@ -43,69 +41,58 @@ def read_record(out: Path, name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-class GpuRun:
-    """A run of steps that have not succeeded yet, each once, until `end` (seconds of `time.time`)."""
+def write_record(out: Path, name: str, record: dict[str, Any]) -> None:
+    path = out / "steps" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    unfinished.replace(path)
 
-    def __init__(self, out: Path, limits: Mapping[str, float], seconds: float, order: Mapping[str, Any]) -> None:
-        start = time.time()
-        self._out, self._order, self._end = out, order, start + seconds
-        ends = itertools.accumulate(limits.values())
-        # What a step leaves of its limit is for the steps after it.
-        self._ends = {name: min(start + each, self._end) for name, each in zip(limits, ends, strict=True)}
-        self.waiting = [name for name in limits if (read_record(out, name) or {}).get("status") != "ok"]
-        for name in self.waiting:  # a record that appears is this run's
-            (out / "steps" / f"{name}.json").unlink(missing_ok=True)
 
-    def all_steps(self, worker: tuple[str, ...] = WORKER) -> None:
-        """Run the steps, in a fresh process whenever the one before has died."""
-        while self.waiting and time.time() < self._end:
-            order = {**self._order, "parent": os.getpid(), "steps": {name: self._ends[name] for name in self.waiting}}
-            with (self._out / "worker.log").open("a") as log:
-                process = subprocess.Popen(
-                    [*worker, json.dumps(order)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    process_group=0,  # killed together with the compiler processes that it starts
-                )
-            try:
-                self._watch(process)
-            finally:
-                with suppress(ProcessLookupError):  # nothing of the group is left
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+def run_steps(
+    out: Path, limits: Mapping[str, float], seconds: float, order: Mapping[str, Any], worker: Sequence[str] = WORKER
+) -> list[str]:
+    """Run the steps that have not succeeded yet, each once and within `seconds`; return those that no time was left for.
 
-    def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        """Follow a process to its end, or until a step does not end; write the record of a step that could not write its own."""
-        began, num_before = time.time(), len(self.waiting)
-        while True:
-            has_ended = process.poll() is not None
-            while self.waiting and (record := read_record(self._out, self.waiting[0])) is not None:
-                print(f"{self.waiting.pop(0)}: {record['status']}", file=sys.stderr, flush=True)
-                began = time.time()
-            if not self.waiting:
-                return
-            name = self.waiting[0]
-            if has_ended:
-                gave_itself_up = len(self.waiting) < num_before and process.returncode == 75
-                if not gave_itself_up:  # because an error of CUDA had spoilt it
-                    self._close(name, "died", began, f"the process ended ({self._how(process.returncode)})")
-                return
-            if time.time() > max(self._ends[name], began) + GRACE_SECONDS:
-                self._close(name, "given up", began, f"interrupted, and killed {GRACE_SECONDS:.0f} s later")
-                return
-            time.sleep(POLL_SECONDS)
+    The steps after one in which their process died run in a fresh one.
+    """
+    start = time.time()
+    waiting = [name for name in limits if (read_record(out, name) or {}).get("status") != "ok"]
+    for name in waiting:  # a record that appears is this run's
+        (out / "steps" / f"{name}.json").unlink(missing_ok=True)
+    # What a step leaves of its limit is for the steps after it.
+    ends = {
+        name: min(start + each, start + seconds) for name, each in zip(limits, accumulate(limits.values()), strict=True)
+    }
+    while waiting and time.time() < start + seconds:
+        steps = {name: ends[name] for name in waiting}
+        with (out / "worker.log").open("a") as log:
+            process = subprocess.Popen(
+                [*worker, json.dumps({**order, "parent": os.getpid(), "steps": steps})],
+                stdin=subprocess.DEVNULL,
+                stderr=log,
+                process_group=0,  # killed together with the compiler processes that it starts
+            )
+        try:
+            process.wait()  # it kills itself where a step does not end
+        finally:
+            with suppress(ProcessLookupError):  # nothing of the group is left
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for name in waiting:
+            if (record := read_record(out, name)) is not None and record["status"] == RUNNING:
+                write_record(out, name, {"status": "died", "cause": _how(process.returncode, out / "worker.log")})
+        left = [name for name in waiting if read_record(out, name) is None]
+        if left == waiting:
+            raise RuntimeError(f"no step began: {_how(process.returncode, out / 'worker.log')}")
+        waiting = left
+    return waiting
 
-    def _close(self, name: str, status: str, began: float, cause: str) -> None:
-        path = self._out / "steps" / f"{name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"status": status, "cause": cause, "seconds": time.time() - began}))
-        self.waiting.remove(name)
 
-    def _how(self, code: int) -> str:
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        lines = (self._out / "worker.log").read_text(errors="replace").split("\n")
-        return f"{how}: {next((line.strip()[:300] for line in reversed(lines) if line.strip()), 'no output')}"
+def _how(code: int, log: Path) -> str:
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+    lines = log.read_text(errors="replace").split("\n")
+    return f"{how}: {next((line.strip()[:300] for line in reversed(lines) if line.strip()), 'no output')}"
 
 
 def main() -> int:
@@ -133,17 +120,17 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     limits = {step.name: step.limit_seconds * args.stretch for step in PLAN if not args.step or step.name in args.step}
     order = {"out": str(args.out), "device": args.device, "preset": args.preset, "threads": args.threads}
-    run = GpuRun(args.out, limits, args.seconds * args.stretch, order)
+    waiting: list[str] = []
     try:
-        run.all_steps()
+        waiting = run_steps(args.out, limits, args.seconds * args.stretch, order)
     finally:
         records = {step.name: read_record(args.out, step.name) for step in PLAN}
         for name, record in records.items():
             if record is not None:
                 causes = {key: value for key, value in record.items() if key not in ("rows", "profile") and value}
                 show(f"{name}: {json.dumps(causes)[:1000]}", record.get("rows", []))
-        if run.waiting:
-            print(f"\nno time was left for: {' '.join(run.waiting)}: run the same command again")
+        if waiting:
+            print(f"\nno time was left for: {' '.join(waiting)}: run the same command again")
         write(args.out / "gpu.json", {"preset": args.preset, "steps": records}, device=device)
     return int(any((records[name] or {}).get("status") != "ok" for name in limits))
 

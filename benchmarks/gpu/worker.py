@@ -1,7 +1,7 @@
 """The process that runs the steps in order and keeps their models, started by `benchmarks.gpu` with an order.
 
 The record of a step is on disk as it ends. A step that exceeds its time is interrupted as by Ctrl-C, so that a search still writes
-its best profile; one that does not end then, `benchmarks.gpu` kills together with this process.
+its best profile; one that does not end then is killed with this process.
 """
 
 from __future__ import annotations
@@ -20,21 +20,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.__main__ import RUNNING, write_record
 from benchmarks.gpu.plan import PLAN, Step
 from benchmarks.gpu.shared import Shared
 from benchmarks.gpu.timing import Interrupted
 
-SPOILT_STATUS = 75
-"""Exit status after a CUDA error that every later call would repeat."""
+GRACE_SECONDS = 10.0
+"""Seconds between the interrupt of a step and the end of its process."""
 LONGEST_CAUSE = 600
-
-
-def write_record(out: Path, name: str, record: dict[str, Any]) -> None:
-    path = out / "steps" / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(record, indent=1), encoding="utf-8")
-    unfinished.replace(path)
 
 
 def attempt(step: Step, shared: Shared, seconds: float) -> dict[str, Any]:
@@ -75,31 +68,40 @@ def _described(cause: BaseException) -> str:
     return f"{type(cause).__name__}: {' '.join(str(cause).split())[:LONGEST_CAUSE]}{at}"
 
 
-def _end_with(parent: int) -> None:
-    """Wait until the process `parent` is gone, then end this process and the ones that it started.
+class Watchdog(threading.Thread):
+    """Kills this process and those that it started when a step does not end, or its parent is gone: the device must get free."""
 
-    A parent that is killed cannot end it, and the device would stay occupied.
-    """
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+    end = float("inf")
+
+    def __init__(self, parent: int) -> None:
+        super().__init__(daemon=True)
+        self._parent = parent
+
+    def run(self) -> None:
+        while os.getppid() == self._parent and time.time() < self.end + GRACE_SECONDS:
+            time.sleep(0.5)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def main(text: str) -> int:
     """Carry out an order: `steps` with the time at which each must have ended, in seconds of `time.time`."""
     order = json.loads(text)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(order["parent"],), daemon=True).start()
+    watchdog = Watchdog(order["parent"])
+    watchdog.start()
     if order["threads"]:
         torch.set_num_threads(order["threads"])
     out = Path(order["out"])
     shared = Shared(out, order["device"], order["preset"])
     steps = {step.name: step for step in PLAN}
     for name, end in order["steps"].items():
+        write_record(out, name, {"status": RUNNING})
+        watchdog.end = max(end, time.time())
         record = attempt(steps[name], shared, end - time.time())
         write_record(out, name, record)
+        print(f"{name}: {record['status']}", flush=True)
         if record["status"] != "ok" and not shared.device_answers():
-            return SPOILT_STATUS
+            return 1  # after a CUDA error that every later call would repeat
         gc.collect()
         if shared.device.type == "cuda":
             torch.cuda.empty_cache()

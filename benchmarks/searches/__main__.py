@@ -12,28 +12,25 @@ the cold machine.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
 import optuna
-from scipy import stats
 
 from benchmarks.results import show, write
 from benchmarks.searches.rivals import RIVALS
 from benchmarks.searches.trials import Limits, Trial, run_search
 from benchmarks.task import Printed, facts_of, read_config, search_arguments
-from decoding.profile import Interval
 from studies.contract import Candidate
 from studies.measurement import Measurement
+from studies.ratios import Work, speed_ratio
 from tuner.measuring.paired import Bench
 from tuner.search.task import open_bench, prepare
 
 CHUNK = 8
 """Candidates that share one plain decoding per held-out prompt; all of them are in memory together."""
-RESAMPLES = 9_999
 SHARES = (0.25, 0.5, 1.0)
 """Shares of the budget at which the best so far is shown."""
 Run = tuple[str, int, list[Trial]]
@@ -78,7 +75,7 @@ def main() -> None:
     end = {"seconds": limits.seconds, "tokens": limits.tokens, "trials": limits.trials}
     unit = next(name for name, limit in end.items() if limit is not None)
     curves = [(name, seed, held_out_curve(trials, of, unit)) for name, seed, trials in runs]
-    finals = {name: finals_of([run for run in runs if run[0] == name], of, len(held_out.indices)) for name in names}
+    finals = {name: pooled([run for run in runs if run[0] == name], of, len(held_out.indices)) for name in names}
     rows = []
     for name in names:
         here = [curve for search, _, curve in curves if search == name]
@@ -91,8 +88,8 @@ def main() -> None:
                 "search": name,
                 "trials": float(np.mean([len(trials) for search, _, trials in runs if search == name])),
                 **budget,
-                "held-out speed-up": f"{mean_interval(finals[name])}",
-                f"over {names[0]}": "" if name == names[0] else f"{quotient_interval(finals[name], finals[names[0]])}",
+                "held-out speed-up": f"{speed_ratio(*finals[name])}",
+                f"over {names[0]}": "" if name == names[0] else f"{speed_ratio(finals[names[0]][1], finals[name][1])}",
                 "not identical": sum(
                     not of[each.key].is_lossless for s, _, trials in runs if s == name for _, each in incumbents(trials)
                 ),
@@ -152,61 +149,26 @@ def value_at(curve: Sequence[tuple[float, float]], spent: float) -> float:
     return curve[index - 1][1] if index else 1.0
 
 
-def finals_of(runs: Sequence[Run], of: dict[str, Measurement], num_prompts: int) -> np.ndarray:
-    """Return decode seconds [2, seeds, prompts]: plain and of each run's last incumbent, for plain decoding's tokens.
+def pooled(runs: Sequence[Run], of: dict[str, Measurement], num_prompts: int) -> tuple[Work, Work]:
+    """Return the work of plain decoding and of each run's last incumbent by prompt, added up over the runs.
 
-    Where a run ended with plain decoding, both are 1.
+    Seconds are in mean plain ones of a token, as not all incumbents are measured at the same time. A run that ended with plain
+    decoding has a second for each of as many tokens.
     """
-    seconds = np.ones((2, len(runs), num_prompts))
-    for seed, (_, _, trials) in enumerate(runs):
+    works = list[tuple[Work, Work]]()
+    for _, _, trials in runs:
         if found := incumbents(trials):
-            samples = of[found[-1][1].key].samples
-            seconds[0, seed] = [each.plain_seconds for each in samples]
-            # Only sampled outputs differ in length.
-            seconds[1, seed] = [each.draft_seconds * each.plain_tokens / each.draft_tokens for each in samples]
-    return seconds
+            measured = of[found[-1][1].key]
+            pair, rate = (measured.plain_decode, measured.draft_decode), measured.plain_tokens_per_second
+            works.append((Work(pair[0].seconds * rate, pair[0].tokens), Work(pair[1].seconds * rate, pair[1].tokens)))
+        else:
+            works.append((Work(np.ones(num_prompts), np.ones(num_prompts)),) * 2)
+    plain, draft = zip(*works, strict=True)
+    return _sum(plain), _sum(draft)
 
 
-def resampled(seconds: np.ndarray) -> np.ndarray:
-    """Return the mean speed-up over seeds in each resample of seeds and prompts, [resamples].
-
-    All seeds share the prompts, so a resample draws prompts once for all seeds. The random stream is fixed, so searches with equal
-    numbers of seeds and prompts have the same resamples, which pairs them.
-    """
-    _, num_seeds, num_prompts = seconds.shape
-    stream = np.random.default_rng(0)
-    prompts = stream.integers(num_prompts, size=(RESAMPLES, num_prompts))
-    of_seed = np.stack(
-        [each[0][prompts].mean(axis=1) / each[1][prompts].mean(axis=1) for each in seconds.swapaxes(0, 1)]
-    )
-    seeds = stream.integers(num_seeds, size=(num_seeds, RESAMPLES))
-    return np.asarray(np.take_along_axis(of_seed, seeds, axis=0).mean(axis=0))
-
-
-def _mean(seconds: np.ndarray) -> float:
-    return float((seconds[0].mean(axis=1) / seconds[1].mean(axis=1)).mean())
-
-
-def mean_interval(seconds: np.ndarray) -> Interval:
-    """Return the mean speed-up over seeds, with its 95 % bootstrap interval."""
-    return _interval(_mean(seconds), resampled(seconds), seconds.shape[2])
-
-
-def quotient_interval(numerator: np.ndarray, denominator: np.ndarray) -> Interval:
-    """Return the quotient of two mean speed-ups, with its paired 95 % interval."""
-    resamples = resampled(numerator) / resampled(denominator)
-    return _interval(_mean(numerator) / _mean(denominator), resamples, numerator.shape[2])
-
-
-def _interval(value: float, resamples: np.ndarray, num_prompts: int) -> Interval:
-    """Return the percentile interval, widened in logarithms for small samples.
-
-    On a few dozen prompts percentiles are too close to each other. They are widened by the ratio of Student's t to the normal
-    quantile and by the bias of a small sample's variance; see `studies.measurement`.
-    """
-    wider = stats.t.ppf(0.975, num_prompts - 1) / stats.norm.ppf(0.975) * math.sqrt(num_prompts / (num_prompts - 1))
-    low, high = (value * (float(edge) / value) ** wider for edge in np.percentile(resamples, [2.5, 97.5]))
-    return Interval(value=value, ci95=(low, high))
+def _sum(works: Sequence[Work]) -> Work:
+    return Work(np.sum([each.seconds for each in works], axis=0), np.sum([each.tokens for each in works], axis=0))
 
 
 if __name__ == "__main__":

@@ -78,29 +78,6 @@ def test_hardening(run: Run) -> None:
     assert len(found["failures"]) == 6
 
 
-def test_passes(run: Run) -> None:
-    profile = save_profile(Path("profile.yaml"), "model", LayerSkip.blocks([3, 4]))
-    sizes = [
-        "--part",
-        "widths",
-        "contexts",
-        "--sweeps",
-        "2",
-        "--contexts",
-        "8",
-        "16",
-        "--max-tokens",
-        "2",
-        "--seconds",
-        "0",
-        "--dtype",
-        "float32",
-    ]
-    found = run("passes", "model", "--profile", str(profile), "--dtype=float32", *sizes)
-    assert {row["runner"] for row in found["widths"]} == {"eager", "static"}
-    assert [row["drafted tokens"] for row in found["contexts"]] == [1, 2]
-
-
 def test_serving(run: Run) -> None:
     save_profile(Path("profile.yaml"), "model", LayerSkip.blocks([3, 4]))
     sizes = [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.__main__ import GpuRun, read_record
+from benchmarks.gpu.__main__ import read_record, run_steps
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.benchmarks
@@ -23,6 +23,7 @@ folder = pathlib.Path(order["out"], "steps")
 folder.mkdir(exist_ok=True)
 (folder / f"{steps[0]}.json").write_text('{"status": "ok"}')
 if len(steps) > 1:
+    (folder / f"{steps[1]}.json").write_text('{"status": "running"}')
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -51,8 +52,8 @@ def test_a_step_survives_the_failure_of_another(tmp_path: Path) -> None:
 
 
 def test_steps_after_the_death_of_their_process_run_in_a_fresh_one(tmp_path: Path) -> None:
-    run = GpuRun(tmp_path, dict.fromkeys("abcd", 60.0), 240.0, {"out": str(tmp_path)})
-    run.all_steps((sys.executable, "-c", WORKER))
+    worker = (sys.executable, "-c", WORKER)
+    assert run_steps(tmp_path, dict.fromkeys("abcd", 60.0), 240.0, {"out": str(tmp_path)}, worker) == []
     records = [read_record(tmp_path, name) for name in "abcd"]
     assert [record["status"] for record in records if record] == ["ok", "died", "ok", "died"]
-    assert GpuRun(tmp_path, dict.fromkeys("abcd", 60.0), 240.0, {}).waiting == ["b", "d"]
+    assert run_steps(tmp_path, dict.fromkeys("abcd", 60.0), 0.0, {}) == ["b", "d"], "what failed runs again"
