@@ -206,7 +206,7 @@ def planted_joined(settings: dict[str, Any], folder: str) -> None:
     planted_search(SearchConfig.model_validate(settings), Unwatched())
 
 
-class Service(Way):
+class TuningService(Way):
     """Service, worker and MLflow server around one database."""
 
     def __init__(self, place: SearchPlace, parts: tuple[str, ...]) -> None:
@@ -377,13 +377,13 @@ def _ray(place: SearchPlace) -> Iterator[Way]:
 @contextmanager
 def _service(place: SearchPlace) -> Iterator[Way]:
     storage = f"sqlite:///{place.folder / 'service.db'}"
-    yield Service(replace(place, storage=storage), ("worker", "service", "tracking"))
+    yield TuningService(replace(place, storage=storage), ("worker", "service", "tracking"))
 
 
 @contextmanager
 def _service_on_postgresql(place: SearchPlace) -> Iterator[Way]:
     with postgres() as url:
-        yield Service(replace(place, storage=url), ("worker", "service", "tracking", "connection"))
+        yield TuningService(replace(place, storage=url), ("worker", "service", "tracking", "connection"))
 
 
 WAYS = {
@@ -440,7 +440,7 @@ def main() -> int:
     parser.add_argument("ways", nargs="*", default=list(WAYS), metavar="WAY", help=f"default: all ({', '.join(WAYS)})")
     parser.add_argument("--trials", type=int, default=200, help="short ones of each search but those of `alone`")
     parser.add_argument("--kills", type=int, default=10, help="of each way")
-    parser.add_argument("--kills-each", type=int, default=3, help="of one search at most: it must come to its end")
+    parser.add_argument("--kills-each", type=int, default=3, help="of one search at most: it must still end")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
