@@ -1,4 +1,4 @@
-"""SQLite files of stores, looked at before a library opens them: it would add its tables to any database."""
+"""Databases of stores: files looked at before a library opens them, as it would add its tables to any, and tables made at once."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
+
+import sqlalchemy as sa
 
 from decoding.errors import SdtuneError
 
@@ -89,3 +91,15 @@ def _tables(path: Path, what: str, error: type[SdtuneError]) -> set[str]:
 def _shown(tables: set[str]) -> str:
     first = sorted(tables)[:3]
     return ", ".join(first) + (" ..." if len(tables) > len(first) else "")
+
+
+def attempt(create: Callable[[], object], attempts: int = 5) -> None:
+    """Call `create`, again if another process made the same table between its look and its creation."""
+    for left in reversed(range(attempts)):
+        try:
+            create()
+            return
+        except (sa.exc.OperationalError, sa.exc.ProgrammingError, sa.exc.IntegrityError) as cause:
+            if not left or not ("exists" in str(cause) or isinstance(cause, sa.exc.IntegrityError)):
+                raise
+            time.sleep(0.1)

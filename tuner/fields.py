@@ -116,23 +116,6 @@ Seed = Annotated[
         ge=0, le=2**32 - 1, description="Seed of the split, the samplers and the sampling.", json_schema_extra=PROBLEM
     ),
 ]
-Profile = Annotated[
-    Path,
-    BeforeValidator(local_profile),
-    Field(
-        description="Profile that `sdtune search` wrote, or models:/NAME@ALIAS.",
-        json_schema_extra={**PROBLEM, "metavar": "FILE"},
-    ),
-]
-ProfileModel = Annotated[
-    str | None,
-    Field(description="Folder or hub id of the model; default: the profile's.", json_schema_extra=PROBLEM),
-]
-ProfileDtype = Annotated[
-    _DTYPES | None,
-    Field(description="Precision of the weights; default: the profile's.", json_schema_extra=DECODING),
-]
-
 if TYPE_CHECKING:
     EngineName = str
 else:
@@ -153,6 +136,23 @@ EngineArgs = Annotated[
         json_schema_extra={**ENGINE, "metavar": "FLAGS"},
     ),
 ]
+
+
+class ProfileSettings(Document):
+    """Profile that a command works with, and how its model is loaded; None means the profile's value."""
+
+    profile: Annotated[Path, BeforeValidator(local_profile)] = Field(
+        description="Profile that `sdtune search` wrote, or models:/NAME@ALIAS.",
+        json_schema_extra={**PROBLEM, "metavar": "FILE"},
+    )
+    model: str | None = Field(
+        None, description="Folder or hub id of the model; default: the profile's.", json_schema_extra=PROBLEM
+    )
+    dtype: _DTYPES | None = Field(
+        None, description="Precision of the weights; default: the profile's.", json_schema_extra=DECODING
+    )
+    device: Device = "auto"
+    threads: Threads = None
 
 
 class PromptSettings(Document):

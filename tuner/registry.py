@@ -82,14 +82,17 @@ def promote(
         raise ConfigError(f"the registry takes no name {name!r}: leave out the characters / : @")
     with opened_store(tracking_uri) as mlflow:
         client = mlflow.MlflowClient(tracking_uri=tracking_uri)
-        found = _of_file(Path(source)) if Path(source).exists() else _of_run(mlflow, client, source, tracking_uri)
-        profile = found.profile
+        profile, model_id = (
+            (DraftProfile.load(Path(source)), None)
+            if Path(source).exists()
+            else _of_run(mlflow, client, source, tracking_uri)
+        )
         champion = _champion(mlflow, client, name, alias)
         tags_of_champion = None if champion is None else dict(champion.tags)
         refused = objection(profile, tags_of_champion)
         if refused is not None and not force:
             raise PromotionError(f"not promoted: {refused}; --force promotes it anyway")
-        model_id = found.model_id or _log_file(mlflow, client, profile, Path(source).parent)
+        model_id = model_id or _log_file(mlflow, client, profile, Path(source).parent)
         if champion is None and not client.search_registered_models(f"name = '{name}'"):
             client.create_registered_model(name)
         tags = {**_facts(profile), MODEL_TAG: model_id, "by": by, "why": why}
@@ -98,7 +101,8 @@ def promote(
         version = client.create_model_version(
             name, model.artifact_location, run_id=model.source_run_id, tags=tags, description=why, model_id=model_id
         )
-        _note_version(client, model, name, str(version.version))
+        versions = [*json.loads(model.tags.get(_VERSIONS_TAG, "[]")), {"name": name, "version": str(version.version)}]
+        client.set_logged_model_tags(model.model_id, {_VERSIONS_TAG: json.dumps(versions)})
         client.set_registered_model_alias(name, alias, version.version)
     return Promotion(
         f"models:/{name}@{alias}",
@@ -107,12 +111,6 @@ def promote(
         None if champion is None else str(champion.version),
         _speedup(tags_of_champion or {}),
     )
-
-
-def _note_version(client: Any, model: Any, name: str, version: str) -> None:
-    known = json.loads(model.tags.get(_VERSIONS_TAG, "[]"))
-    versions = json.dumps([*known, {"name": name, "version": version}])
-    client.set_logged_model_tags(model.model_id, {_VERSIONS_TAG: versions})
 
 
 def objection(profile: DraftProfile, champion: dict[str, str] | None) -> str | None:
@@ -149,20 +147,8 @@ def _speedup(tags: dict[str, str]) -> Interval | None:
     return Interval(value=float(tags[_SPEEDUP]), ci95=(float(tags[_LOW]), float(tags[_HIGH])))
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A profile to promote, and its LoggedModel if it has one already."""
-
-    profile: DraftProfile
-    model_id: str | None
-
-
-def _of_file(path: Path) -> _Found:
-    return _Found(DraftProfile.load(path), None)
-
-
-def _of_run(mlflow: Any, client: Any, run_id: str, tracking_uri: str) -> _Found:
-    """Return the latest profile that was logged with a run."""
+def _of_run(mlflow: Any, client: Any, run_id: str, tracking_uri: str) -> tuple[DraftProfile, str]:
+    """Return the latest profile that was logged with a run, and the id of its LoggedModel."""
     if re.fullmatch(r"[0-9a-f]{32}", run_id) is None:
         raise ConfigError(f"{run_id} is neither a profile nor the id of a run")
     run = client.get_run(run_id)
@@ -173,7 +159,7 @@ def _of_run(mlflow: Any, client: Any, run_id: str, tracking_uri: str) -> _Found:
     with TemporaryDirectory() as folder:
         uri = f"{model.artifact_location}/{PROFILE_NAME}"
         path = mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=folder, tracking_uri=tracking_uri)
-        return _Found(DraftProfile.load(path), str(model.model_id))
+        return DraftProfile.load(path), str(model.model_id)
 
 
 def _champion(mlflow: Any, client: Any, name: str, alias: str) -> Any:

@@ -7,7 +7,6 @@ from typing import Annotated
 
 from pydantic import Field
 
-from decoding.documents.strict_yaml import Document
 from tuner.errors import ConfigError
 from tuner.fields import (
     DECODING,
@@ -15,18 +14,14 @@ from tuner.fields import (
     OUTPUTS,
     PROBLEM,
     DataSettings,
-    Device,
     EngineArgs,
     EngineHome,
     EngineName,
     Extra,
     Names,
-    Profile,
-    ProfileDtype,
-    ProfileModel,
+    ProfileSettings,
     RunnerMode,
     Seed,
-    Threads,
 )
 
 COMPARISON: Extra = {"group": "Comparison"}
@@ -34,14 +29,7 @@ NumRequests = Annotated[int, Field(ge=1, le=1024)]
 DraftTokens = Annotated[int, Field(ge=1, le=64)]
 
 
-class BenchedProfile(Document):
-    """Profile to bench. It comes first among the settings."""
-
-    profile: Profile
-    model: ProfileModel = None
-
-
-class BenchConfig(DataSettings, BenchedProfile):
+class BenchConfig(DataSettings, ProfileSettings):
     """Settings of a bench; None means the profile's value, or the usual one where the profile has none."""
 
     tuning_prompts: int | None = Field(
@@ -100,9 +88,6 @@ class BenchConfig(DataSettings, BenchedProfile):
         description="Runner of profile and plain; bitwise is static in bit-exact mode; default: the profile's.",
         json_schema_extra=DECODING,
     )
-    dtype: ProfileDtype = None
-    device: Device = "auto"
-    threads: Threads = None
     out: Path = Field(
         Path("bench"), description="Folder of the results.", json_schema_extra={**OUTPUTS, "metavar": "DIR"}
     )

@@ -16,7 +16,7 @@ from tuner.bench.contenders import ONE_TEXT_ONLY, check_names, default_names, pr
 from tuner.errors import ConfigError
 from tuner.fields import PromptSettings
 from tuner.inputs.held_out import find_prompts
-from tuner.inputs.models import Loaded, eos_token_ids, load, resolve_device
+from tuner.inputs.models import Loaded, eos_token_ids, load_target, resolve_device
 from tuner.inputs.prompts import Prompt
 from tuner.measuring.contender import Prompts
 from tuner.progress import Progress
@@ -113,10 +113,8 @@ def prepare_bench(config: BenchConfig, progress: Progress) -> BenchTask:
             "give --runner eager or static"
         )
     deployed = load_decoder(profile, folder=config.profile.parent)
-    model = config.model or profile.target.model
-    progress.stage(f"loading {model}")
-    dtype = config.dtype or profile.target.dtype
-    loaded = load(model, revision=profile.target.revision, dtype=dtype, device=config.device)
+    progress.stage(f"loading {config.model or profile.target.model}")
+    loaded = load_target(profile, config)
     decoder = deployed.decoder_for(loaded.model)
     facts = profile.measured.dataset if profile.measured else None
     max_new_tokens = config.max_new_tokens or (facts.max_new_tokens if facts else USUAL_NEW_TOKENS)

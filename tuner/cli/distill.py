@@ -92,7 +92,7 @@ def distill(config_file: Path | None, dry_run: bool, overwrite: bool, **flags: A
             cost=f"{made.writing_seconds:.0f} s of sampling continuations, {made.training_seconds:.0f} s of training",
             review=ui_command(config.tracking_uri),
         )
-    print_facts(results, heads=f"{config.heads}   (sdtune search --heads {config.heads})")
+    print_facts(results, heads=f"{config.heads}   (sdtune search --set heads={config.heads})")
 
 
 def _estimate(work: Distillation, exits: Sequence[int]) -> str:

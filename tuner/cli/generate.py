@@ -7,29 +7,15 @@ from typing import Any
 import click
 from pydantic import Field
 
-from decoding.documents.strict_yaml import Document
 from tuner.cli.options import GroupedCommand, keys_of, options_of, settings_from
 from tuner.cli.terminal import check_names, use_threads
-from tuner.fields import (
-    DECODING,
-    PROBLEM,
-    ChatTemplate,
-    Device,
-    Profile,
-    ProfileDtype,
-    ProfileModel,
-    Seed,
-    SystemPrompt,
-    Threads,
-)
+from tuner.fields import DECODING, PROBLEM, ChatTemplate, ProfileSettings, Seed, SystemPrompt
 
 
-class GenerateSettings(Document):
+class GenerateSettings(ProfileSettings):
     """Settings of `sdtune generate`."""
 
-    profile: Profile
     prompt: str = Field(min_length=1, description="Text to continue.", json_schema_extra=PROBLEM)
-    model: ProfileModel = None
     max_new_tokens: int = Field(128, ge=1, le=2**20, description="Most tokens to generate.", json_schema_extra=PROBLEM)
     chat_template: ChatTemplate = True
     system_prompt: SystemPrompt = None
@@ -42,9 +28,6 @@ class GenerateSettings(Document):
         json_schema_extra=DECODING,
     )
     seed: Seed = 0
-    dtype: ProfileDtype = None
-    device: Device = "auto"
-    threads: Threads = None
     compare: bool = Field(
         False,
         description="Also decode plainly; print both rates and whether the tokens are equal.",

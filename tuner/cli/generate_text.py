@@ -21,7 +21,7 @@ from decoding.target import Target
 from decoding.text import Ending, Shaping
 from tuner.cli.generate import GenerateSettings
 from tuner.inputs.encoding import encode_prompt
-from tuner.inputs.models import eos_token_ids, load
+from tuner.inputs.models import eos_token_ids, load_target
 
 
 def stream(settings: GenerateSettings) -> None:
@@ -31,12 +31,7 @@ def stream(settings: GenerateSettings) -> None:
     """
     profile = DraftProfile.load(settings.profile)
     deployed = load_decoder(profile, folder=settings.profile.parent)
-    loaded = load(
-        settings.model or profile.target.model,
-        revision=profile.target.revision,
-        dtype=settings.dtype or profile.target.dtype,
-        device=settings.device,
-    )
+    loaded = load_target(profile, settings)
     decoder = deployed.decoder_for(loaded.model)
     temperature = profile.decoding.temperature if settings.temperature is None else settings.temperature
     ids = encode_prompt(

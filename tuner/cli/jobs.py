@@ -43,9 +43,6 @@ def jobs(context: click.Context, address: str) -> None:
       sdtune jobs list
       sdtune jobs fetch 0123456789abcdef --out profile.yaml
     """
-    from tuner.service.installed import check_installed
-
-    check_installed()
     context.obj = address
 
 

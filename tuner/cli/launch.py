@@ -11,27 +11,32 @@ import sys
 import threading
 from importlib.util import find_spec
 
-SERVER_PACKAGES = ("click", "rich", "fastapi", "prometheus_client", "uvicorn")
-"""Modules of the packages in the extra `serve`, with which `sdtune serve` runs without the tuner."""
-PACKAGES = (
+TUNE = (
     *("click", "datasets", "jinja2", "matplotlib", "mlflow", "optuna", "plotly", "psutil", "rich", "scipy"),
     *("sklearn", "sqlalchemy"),
 )
-"""Modules of the packages in the extra `tune`."""
+EXTRAS = {
+    "tune": TUNE,
+    "serve": ("click", "rich", "fastapi", "prometheus_client", "uvicorn"),
+    "service": ("dbos", "fastapi", "httpx2", "jinja2", "prometheus_client", "uvicorn"),
+}
+"""Modules of the packages in each extra. `sdtune serve` runs without the tuner, the tuning service with it."""
 
 
 def launch() -> None:
     """Run the command, or exit with status 2 and one line that says what to install."""
-    serves = sys.argv[1:2] == ["serve"]
-    what, extra = ("server", "serve") if serves else ("tuner", "tune")
-    missing = [package for package in (SERVER_PACKAGES if serves else PACKAGES) if find_spec(package) is None]
-    if missing:
-        print(
-            f"sdtune: the {what} is not installed (no {', '.join(missing)}): pip install 'sdtune[{extra}]', or "
-            f"pip install -e '.[{extra}]' in a checkout",
-            file=sys.stderr,
-        )
-        sys.exit(2)
+    named = (sys.argv[1:2] or [""])[0]
+    extras = {"serve": ("serve",), **dict.fromkeys(("service", "worker", "jobs"), ("tune", "service"))}
+    for extra in extras.get(named, ("tune",)):
+        missing = [package for package in EXTRAS[extra] if find_spec(package) is None]
+        if missing:
+            what = {"tune": "tuner", "serve": "server", "service": "tuning service"}[extra]
+            print(
+                f"sdtune: the {what} is not installed (no {', '.join(missing)}): pip install 'sdtune[{extra}]', or "
+                f"pip install -e '.[{extra}]' in a checkout",
+                file=sys.stderr,
+            )
+            sys.exit(2)
 
     from tuner.cli.main import main
 

@@ -7,20 +7,18 @@ from typing import Any
 import click
 from pydantic import Field
 
-from decoding.documents.strict_yaml import Document
 from tuner.cli.options import GroupedCommand, keys_of, options_of, settings_from
 from tuner.cli.terminal import use_threads
-from tuner.fields import Device, Extra, ProfileDtype, ProfileModel, Threads
+from tuner.fields import Extra, ProfileSettings
 
 SERVER: Extra = {"group": "Server"}
 LIMITS: Extra = {"group": "Limits"}
 DECODING: Extra = {"group": "Decoding"}
 
 
-class ServeSettings(Document):
+class ServeSettings(ProfileSettings):
     """Settings of `sdtune serve`."""
 
-    profile: str = Field(description="Profile that `sdtune search` wrote, or models:/NAME@ALIAS.")
     host: str = Field("127.0.0.1", description="Address to listen on.", json_schema_extra=SERVER)
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on.", json_schema_extra=SERVER)
     allowed_host: tuple[str, ...] = Field(
@@ -47,10 +45,6 @@ class ServeSettings(Document):
         description="Most tokens of a prompt and its answer, at most the model's context.",
         json_schema_extra=LIMITS,
     )
-    model: ProfileModel = None
-    dtype: ProfileDtype = None
-    device: Device = "auto"
-    threads: Threads = None
     always_draft: bool = Field(
         False, description="Draft also where plain rounds are faster.", json_schema_extra=DECODING
     )
@@ -92,7 +86,38 @@ def serve(**flags: Any) -> None:
     """
     settings = settings_from(ServeSettings, flags)
 
-    from tuner.cli.serve_model import serve_model
+    from decoding.decoder import plain_decoder
+    from decoding.deploy import load_decoder
+    from decoding.profile import DraftProfile
+    from decoding.serving.hosts import host_names
+    from decoding.serving.run import ServerLimits, api_key_for, new_service, refuse_busy_address
+    from decoding.serving.run import serve as serve_requests
+    from tuner.inputs.models import load_target
 
     use_threads(settings.threads)
-    serve_model(settings)
+    api_key = api_key_for(settings.host)
+    hosts = host_names(settings.host, settings.allowed_host)
+    refuse_busy_address(settings.host, settings.port)
+    profile = DraftProfile.load(settings.profile)
+    loaded = load_target(profile, settings)
+    decoder = load_decoder(settings.profile).decoder_for(loaded.model)
+    if settings.plain:
+        decoder = plain_decoder(decoder.target)
+    limits = ServerLimits(settings.max_batch, settings.max_waiting, settings.max_length)
+    name = settings.served_model_name or profile.target.model
+    click.echo(f"preparing for up to {limits.num_rows} requests at a time", err=True)
+    in_engine = profile.provenance is not None and profile.provenance.engine is not None
+    service = new_service(
+        decoder,
+        loaded.tokenizer,
+        name,
+        limits,
+        always_draft=settings.always_draft,
+        measured=None if in_engine or settings.plain else profile.measured,
+    )
+
+    drafts = "plain decoding" if settings.plain else profile.draft.describe()
+    click.echo(f"serving {service.model.name} with {profile.name}: {drafts}", err=True)
+    serve_requests(
+        service, host=settings.host, port=settings.port, api_key=api_key, hosts=hosts, drain_seconds=settings.drain
+    )

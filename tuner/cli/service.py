@@ -69,9 +69,6 @@ def service(
       sdtune worker
       sdtune jobs submit configs/demo.yaml --wait
     """
-    from tuner.service.installed import check_installed
-
-    check_installed()
 
     from decoding.serving.connections import run_server
     from decoding.serving.hosts import host_names, is_loopback

@@ -57,9 +57,6 @@ def worker(
       sdtune worker --threads 8
       sdtune worker --device cuda:0 --queue NVIDIA-H100 --database postgresql+psycopg://sdtune@db/sdtune --folder /shared/searches
     """
-    from tuner.service.installed import check_installed
-
-    check_installed()
 
     from tuner.service.worker import SearchWorker, WorkerSettings
 

@@ -19,15 +19,14 @@ from tuner.errors import ExportError
 from tuner.export.bench_prompts import FILE, BenchPrompts, bench_prompts
 from tuner.export.checkpoint import copy_tokenizer, write_checkpoint
 from tuner.export.engines.registry import load_engine
+from tuner.export.folder import check_out, new_folder, write_model_folder
 from tuner.export.gate import check_draft
 from tuner.export.losses import LOSSES, MEBIBYTE, DraftCost, losses_text
-from tuner.export.model_folder import write_model_folder
-from tuner.export.out_folder import check_out, new_folder
 from tuner.export.plan import DRAFT_FOLDER, Plan, plan_for
 from tuner.export.schedule import read_schedule
 from tuner.export.settings import FOLDER
 from tuner.export.shape import reduced
-from tuner.inputs.models import Loaded, load
+from tuner.inputs.models import Loaded, load_target
 
 if TYPE_CHECKING:
     from decoding.drafts import DraftDocument, EarlyExit
@@ -121,7 +120,7 @@ def _open(settings: ExportSettings, progress: Progress, loaded: Loaded | None) -
     name, revision = settings.model or profile.target.model, profile.target.revision
     if loaded is None:
         progress.stage(f"loading {name}")
-        loaded = load(name, revision=revision, dtype=settings.dtype or profile.target.dtype, device=settings.device)
+        loaded = load_target(profile, settings)
     check_target(profile, loaded.model)
     return Source(profile, settings.profile.parent, loaded, model_folder_of(name, revision))
 

@@ -14,12 +14,9 @@ from tuner.fields import (
     OUTPUTS,
     PROBLEM,
     Device,
-    Profile,
-    ProfileDtype,
-    ProfileModel,
+    ProfileSettings,
     PromptSettings,
     Seed,
-    Threads,
 )
 
 FOLDER = "folder"
@@ -33,10 +30,8 @@ else:
     Drop = Literal[tuple(each.value for each in Droppable)]
 
 
-class ExportSettings(PromptSettings):
+class ExportSettings(PromptSettings, ProfileSettings):
     """Settings of an export; None means the profile's value."""
-
-    profile: Profile
 
     to: Destination = Field(description="Where the profile is to run.", json_schema_extra=ENGINE)
     out: Path = Field(description="Folder of the export.", json_schema_extra={**OUTPUTS, "metavar": "DIR"})
@@ -55,10 +50,7 @@ class ExportSettings(PromptSettings):
     drop: tuple[Drop, ...] = Field(
         (), description="Export without this property of the draft; may be repeated.", json_schema_extra=ENGINE
     )
-    model: ProfileModel = None
-    dtype: ProfileDtype = None
     device: Device = "cpu"
-    threads: Threads = None
     prompts: str | None = Field(
         None,
         description="Dataset whose held-out prompts become a benchmark file; default: the search's, if it is found again.",

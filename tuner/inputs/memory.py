@@ -112,7 +112,7 @@ def refuse_too_large(size: ModelSize, free: int | None, name: str) -> None:
         raise MemoryShortageError(
             f"{name} does not fit: its weights take {gigabytes(size.weight_bytes)} in "
             f"{str(size.dtype).removeprefix('torch.')}, and {gigabytes(free)} are free on the device; give "
-            "another --device or --dtype, or a smaller model"
+            "another device or dtype, or a smaller model"
         )
 
 

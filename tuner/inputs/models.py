@@ -15,13 +15,14 @@ from transformers.utils import logging as transformers_logging
 
 from decoding.errors import first_line
 from decoding.fingerprint import fingerprint, tokenizer_sha256
-from decoding.profile import TargetIdentity
+from decoding.profile import DraftProfile, TargetIdentity
 from tuner.errors import ConfigError
 from tuner.inputs.checkpoint import readable, refuse_growing_text, refuse_unusable
 from tuner.inputs.model_folder import check_folder
 
 if TYPE_CHECKING:
     from decoding.target import Target
+    from tuner.fields import ProfileSettings
 
 
 SPREAD = "spread"
@@ -70,6 +71,17 @@ def load(name: str, *, revision: str | None = None, dtype: str = "auto", device:
     else:
         model = model.to(torch_device)
     return Loaded(model.eval(), tokenizer, name, loaded_revision)
+
+
+def load_target(profile: DraftProfile, settings: ProfileSettings) -> Loaded:
+    """Load the model of a profile as the settings of a command say, and as the profile says where they do not."""
+    target = profile.target
+    return load(
+        settings.model or target.model,
+        revision=target.revision,
+        dtype=settings.dtype or target.dtype,
+        device=settings.device,
+    )
 
 
 def resolve_device(device: str) -> torch.device:

@@ -138,7 +138,7 @@ def prepare(
     search counts from here unless a `budget` is given.
     """
     budget = budget or Budget(config.timeout, StageClock())
-    remedy = "give a lower max_prompt_tokens or --max-new-tokens, --dtype bfloat16, or a smaller model"
+    remedy = "give a lower max_prompt_tokens or --max-new-tokens, --set dtype=bfloat16, or a smaller model"
     with budget.clock.stage(Stage.LOADING), explained_shortage("loading and checking the model", remedy):
         return _prepared(config, progress, loaded, target, budget)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 from base64 import b64decode
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,13 +29,13 @@ from tuner.service.contract import (
     SearchJob,
     SearchRequest,
     ServiceError,
-    TooManyJobsError,
+    UnauthorizedError,
+    UnavailableError,
     UnknownJobError,
     WorkerCard,
 )
 from tuner.service.jobs import Jobs
-from tuner.service.metrics import METRICS_TYPE, metrics_text
-from tuner.service.page import job_page, jobs_page
+from tuner.service.page import METRICS_TYPE, job_page, jobs_page, metrics_text
 
 MAX_BODY_BYTES = 2**20
 MAX_STREAMS = 64
@@ -48,22 +47,6 @@ QUIET_LOOKS = 15
 PROBLEM = "application/problem+json"
 
 JobId = Annotated[str, InPath(pattern=JOB_ID, description="Id of a search.")]
-
-
-class ProblemError(Exception):
-    """An answer by RFC 9457."""
-
-    def __init__(self, status: int, title: str, detail: str = "", headers: dict[str, str] | None = None) -> None:
-        super().__init__(detail or title)
-        self.status, self.title, self.detail, self.headers = status, title, detail, headers
-
-    @property
-    def response(self) -> JSONResponse:
-        """The whole answer."""
-        # What is refused may hold halves of surrogate pairs, which no answer can.
-        detail = self.detail.encode(errors="backslashreplace").decode()
-        body = {"type": "about:blank", "title": self.title, "status": self.status, "detail": detail}
-        return JSONResponse(body, self.status, self.headers, media_type=PROBLEM)
 
 
 @dataclass(frozen=True)
@@ -161,12 +144,12 @@ def _add_searches(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
 
 
 def _add_results(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
-    streams = Places(MAX_STREAMS)
+    watchers = asyncio.Semaphore(MAX_STREAMS)
 
     def result_of(job: str) -> JobResult:
         found = jobs.result(job)
         if found is None:
-            raise NoResultError(job, jobs.find(job).state)
+            raise NoResultError(f"the search {job} is {jobs.find(job).state}")
         return found
 
     @app.get("/v1/searches/{job}/result", responses=TOO_EARLY)
@@ -190,16 +173,17 @@ def _add_results(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
         files = result_of(job).files
         path = settings.folder / job / files[number] if number < len(files) else None
         if path is None or not path.is_file():
-            raise ProblemError(404, "Not found", f"the search {job} has no file {number}")
+            raise UnknownJobError(f"the search {job} has no file {number}")
         return FileResponse(path)
 
     @app.get("/v1/searches/{job}/events", responses=UNKNOWN, response_class=StreamingResponse)
     async def events(job: JobId) -> Response:
         """Stream the search as server-sent events: its JSON at each change, until it is over."""
         await anyio.to_thread.run_sync(jobs.find, job)
-        if not streams.take():
-            raise ProblemError(503, "Too many watchers", f"{MAX_STREAMS} clients watch already", {"Retry-After": "10"})
-        return WatchResponse(_watched(jobs, job), streams)
+        if watchers.locked():
+            raise UnavailableError(f"{MAX_STREAMS} clients watch already")
+        await watchers.acquire()
+        return WatchResponse(_watched(jobs, job), watchers)
 
 
 async def _watched(jobs: Jobs, job: str) -> AsyncIterator[str]:
@@ -222,30 +206,12 @@ async def _watched(jobs: Jobs, job: str) -> AsyncIterator[str]:
         await asyncio.sleep(WATCH_SECONDS)
 
 
-class Places:
-    """A limited number of places, all used by one event loop."""
-
-    def __init__(self, number: int) -> None:
-        self._left = number
-
-    def take(self) -> bool:
-        """Take a place; return False if none is left."""
-        if not self._left:
-            return False
-        self._left -= 1
-        return True
-
-    def leave(self) -> None:
-        """Give a place back."""
-        self._left += 1
-
-
 class WatchResponse(StreamingResponse):
-    """Server-sent events to a client that has a place, which it leaves however the connection ends."""
+    """Server-sent events to a client that has one of the `watchers` places, which it leaves however the connection ends."""
 
-    def __init__(self, events: AsyncIterator[str], places: Places) -> None:
+    def __init__(self, events: AsyncIterator[str], watchers: asyncio.Semaphore) -> None:
         super().__init__(events, media_type="text/event-stream")
-        self._places = places
+        self._watchers = watchers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
@@ -254,7 +220,7 @@ class WatchResponse(StreamingResponse):
         except asyncio.CancelledError:  # the service ends, and its time to drain is over: so does the answer
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            self._places.leave()
+            self._watchers.release()
 
 
 def _add_pages(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
@@ -295,48 +261,34 @@ def _guard(token: str | None) -> Any:
             except ValueError:
                 given = ""
         if kind.lower() not in ("bearer", "basic") or not hmac.compare_digest(given.encode(), token.encode()):
-            raise ProblemError(401, "Unauthorized", "give the token as a bearer token", {"WWW-Authenticate": "Basic"})
+            raise UnauthorizedError("give the token as a bearer token")
 
     return check
 
 
 def _answer_errors(app: FastAPI) -> None:
-    @app.exception_handler(ProblemError)
-    async def problem(_: Request, error: ProblemError) -> Response:
-        return error.response
-
-    @app.exception_handler(UnknownJobError)
-    async def unknown(_: Request, error: UnknownJobError) -> Response:
-        return ProblemError(404, "Not found", str(error)).response
-
-    @app.exception_handler(NoResultError)
-    async def early(_: Request, error: NoResultError) -> Response:
-        return ProblemError(409, "No result yet", str(error)).response
+    @app.exception_handler(ServiceError)
+    async def refused(_: Request, error: ServiceError) -> Response:
+        return _problem(error.status, error.title, str(error), error.headers)
 
     @app.exception_handler(sa.exc.SQLAlchemyError)
     async def away(_: Request, error: sa.exc.SQLAlchemyError) -> Response:
         # Its own words may hold an address with a password.
-        why = "the database of the service does not answer"
-        return ProblemError(503, "Unavailable", why, {"Retry-After": "10"}).response
-
-    @app.exception_handler(TooManyJobsError)
-    async def crowded(_: Request, error: TooManyJobsError) -> Response:
-        return ProblemError(429, "Too many searches", str(error), {"Retry-After": "60"}).response
-
-    @app.exception_handler(ServiceError)
-    async def refused(_: Request, error: ServiceError) -> Response:
-        return ProblemError(422, "Not accepted", str(error)).response
+        return await refused(_, UnavailableError("the database of the service does not answer"))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         found = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:5])
-        return ProblemError(422, "Not accepted", found).response
+        return await refused(_, ServiceError(found))
 
     @app.exception_handler(StarletteHTTPException)
     async def other(_: Request, error: StarletteHTTPException) -> Response:
-        return ProblemError(error.status_code, str(error.detail), headers=dict(error.headers or {})).response
+        return _problem(error.status_code, str(error.detail), "", error.headers)
 
 
-def openapi_text(app: FastAPI) -> str:
-    """Return the OpenAPI document as JSON."""
-    return json.dumps(app.openapi(), indent=1)
+def _problem(status: int, title: str, detail: str, headers: Mapping[str, str] | None) -> JSONResponse:
+    """Return an answer by RFC 9457."""
+    # What is refused may hold halves of surrogate pairs, which no answer can.
+    detail = detail.encode(errors="backslashreplace").decode()
+    body = {"type": "about:blank", "title": title, "status": status, "detail": detail}
+    return JSONResponse(body, status, headers, media_type=PROBLEM)

@@ -24,9 +24,7 @@ T = TypeVar("T")
 class ServiceClient:
     """The service at an address. Every method raises `ServiceError`, in one line, if it refuses or does not answer."""
 
-    def __init__(
-        self, address: str, token: str | None = None, *, transport: httpx2.BaseTransport | None = None
-    ) -> None:
+    def __init__(self, address: str, token: str | None = None) -> None:
         self.address = address
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         try:
@@ -34,7 +32,6 @@ class ServiceClient:
                 base_url=address,
                 headers=headers,
                 timeout=TIMEOUT_SECONDS,
-                transport=transport,
                 trust_env=_may_take_a_proxy(address),
             )
         except (httpx2.InvalidURL, ValueError, ImportError) as cause:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import Field, field_validator
@@ -17,11 +19,34 @@ JOB_ID = r"^[0-9a-f]{16}$"
 
 
 class ServiceError(SdtuneError):
-    """A request that the service refuses."""
+    """A request that the service refuses, and the answer by RFC 9457: status, title, headers."""
+
+    status = 422
+    title = "Not accepted"
+    headers: Mapping[str, str] = MappingProxyType({})
 
 
 class UnknownJobError(ServiceError):
-    """A job that does not exist."""
+    """A job, or a file of one, that does not exist."""
+
+    status = 404
+    title = "Not found"
+
+
+class UnauthorizedError(ServiceError):
+    """A request without the service's token."""
+
+    status = 401
+    title = "Unauthorized"
+    headers = MappingProxyType({"WWW-Authenticate": "Basic"})
+
+
+class UnavailableError(ServiceError):
+    """A request that the service cannot answer now."""
+
+    status = 503
+    title = "Unavailable"
+    headers = MappingProxyType({"Retry-After": "10"})
 
 
 class JobState(StrEnum):
@@ -42,12 +67,16 @@ class JobState(StrEnum):
 class NoResultError(ServiceError):
     """A job that has no result yet."""
 
-    def __init__(self, job: str, state: JobState) -> None:
-        super().__init__(f"the search {job} is {state}")
+    status = 409
+    title = "No result yet"
 
 
 class TooManyJobsError(ServiceError):
     """A client with as many unfinished searches as the operator allows."""
+
+    status = 429
+    title = "Too many searches"
+    headers = MappingProxyType({"Retry-After": "60"})
 
 
 class SearchRequest(Document):

@@ -12,7 +12,7 @@ from dbos import DBOS, DBOSClient, DBOSPortableJSONSerializer, WorkflowStatus
 from dbos._error import DBOSWorkflowIDInUseError
 
 from decoding.errors import first_line
-from tuner.databases import make_private
+from tuner.databases import attempt, make_private
 from tuner.errors import StorageError
 from tuner.service.contract import (
     JobProgress,
@@ -22,7 +22,7 @@ from tuner.service.contract import (
     TooManyJobsError,
     UnknownJobError,
 )
-from tuner.service.workers import Workers, attempt
+from tuner.service.workers import Workers
 
 WORKFLOW = "tune"
 VERSION = "1"

@@ -1,12 +1,19 @@
-"""The pages of the service: a list of searches, and one search. Written on the server, without scripts; they reload themselves."""
+"""The pages of the service: a list of searches, one search, and counts for Prometheus.
+
+Written on the server, without scripts; they reload themselves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from jinja2 import DictLoader, Environment
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from tuner.service.contract import JobResult, SearchJob, WorkerCard
+from tuner.service.contract import JobResult, JobState, SearchJob, WorkerCard
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _BASE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -70,3 +77,17 @@ def job_page(job: SearchJob, result: JobResult | None, tracking: str | None) -> 
     """Return the page of one search; `tracking` is the address of MLflow, if there is one."""
     reload = not job.state.is_over
     return _PAGES.get_template("job").render(job=job, result=result, tracking=tracking, reload=reload)
+
+
+def metrics_text(jobs: Iterable[SearchJob], workers: Iterable[WorkerCard]) -> bytes:
+    """Return the counts in Prometheus' text format."""
+    registry = CollectorRegistry()
+    searches = Gauge("sdtune_searches", "Searches by state, of the latest thousand.", ["state"], registry=registry)
+    states = Counter(job.state for job in jobs)
+    for state in JobState:
+        searches.labels(state.value).set(states[state])
+    alive = Gauge("sdtune_workers", "Workers by queue and occupation.", ["queue", "busy"], registry=registry)
+    for worker in workers:
+        if worker.alive:
+            alive.labels(worker.queue, str(worker.job is not None).lower()).inc()
+    return generate_latest(registry)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,15 +21,18 @@ from dbos import DBOS, DBOSPortableJSONSerializer
 
 from decoding.errors import first_line
 from tuner.errors import SearchError, StorageOutageError, TrackingOutageError
-from tuner.service.contract import DEFAULT_QUEUE, JobResult, ServiceError, TableRow
+from tuner.service.contract import DEFAULT_QUEUE, JobProgress, JobResult, ServiceError, TableRow
 from tuner.service.jobs import VERSION, WORKFLOW, Jobs
 from tuner.service.workers import BEAT_SECONDS
 
 if TYPE_CHECKING:
+    from studies.contract import TrialRecord
     from tuner.measuring.clock import PriceList
 
 OUTAGES = (StorageOutageError, TrackingOutageError, sa.exc.OperationalError)
 """Errors after which the same search may go on later."""
+LEAST_SECONDS = 1.0
+"""Seconds between two notes of mere steps, which may be many a second."""
 EXIT_TAKEN_FOR_DEAD = EXIT_IN_A_SEARCH = 75
 """Exit status, as sysexits' EX_TEMPFAIL, of a worker that ends with a search unfinished: starting a worker again is right."""
 
@@ -152,6 +156,47 @@ class SearchWorker:
             self._watch.workers.tell(self.name, job)
 
 
+class StoredProgress:
+    """The progress of a search, stored with its job; a cancelled job is interrupted where a user would press Ctrl-C."""
+
+    def __init__(self, jobs: Jobs, job: str) -> None:
+        self._jobs, self._job = jobs, job
+        self._now = JobProgress()
+        self._noted = 0.0
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        """See `Progress.stage`."""
+        self._note(stage=name, done=0, total=total)
+
+    def advance(self, steps: int = 1) -> None:
+        """See `Progress.advance`."""
+        self._now = self._now.model_copy(update={"done": self._now.done + steps})
+        if time.monotonic() - self._noted > LEAST_SECONDS:
+            self._note()
+
+    def trial(self, record: TrialRecord, best: TrialRecord | None) -> None:
+        """See `Progress.trial`."""
+        best_draft = None if best is None else best.candidate.draft.describe()
+        best_speedup = None if best is None else best.speedup
+        done = self._now.done + 1
+        self._note(done=done, trials=self._now.trials + 1, best_speedup=best_speedup, best_draft=best_draft)
+
+    def show(self, text: str) -> None:
+        """See `Progress.show`."""
+        self._now = self._now.model_copy(update={"message": text})
+
+    def say(self, line: str) -> None:
+        """See `Progress.say`."""
+        self._note(message=line)
+
+    def _note(self, **changes: object) -> None:
+        self._now = self._now.model_copy(update=changes)
+        self._jobs.note_progress(self._job, self._now)
+        self._noted = time.monotonic()
+        if self._jobs.is_cancelled(self._job):
+            raise KeyboardInterrupt
+
+
 def run_job(
     job: str,
     config: Mapping[str, Any],
@@ -169,7 +214,6 @@ def run_job(
     from tuner.search.run import search
     from tuner.search.task import open_budget, prepare
     from tuner.service.admission import placed
-    from tuner.service.watching import StoredProgress
     from tuner.stage_clock import StageClock
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)

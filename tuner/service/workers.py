@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import sqlalchemy as sa
 from filelock import FileLock, Timeout
 
+from tuner.databases import attempt
 from tuner.service.contract import WorkerCard
 
 BEAT_SECONDS = 15.0
@@ -137,18 +137,6 @@ class Workers:
         if self._engine.dialect.name == "sqlite":
             return sa.literal_column("((julianday('now') - 2440587.5) * 86400.0)", sa.Float)
         return sa.literal_column("extract(epoch from clock_timestamp())::double precision", sa.Float)
-
-
-def attempt(create: Callable[[], object], attempts: int = 5) -> None:
-    """Call `create`, again if another process made the same table between its look and its creation."""
-    for left in reversed(range(attempts)):
-        try:
-            create()
-            return
-        except (sa.exc.OperationalError, sa.exc.ProgrammingError, sa.exc.IntegrityError) as cause:
-            if not left or not ("exists" in str(cause) or isinstance(cause, sa.exc.IntegrityError)):
-                raise
-            time.sleep(0.1)
 
 
 def _card(row: sa.Row) -> WorkerCard:

@@ -103,4 +103,4 @@ def test_every_setting_has_its_description_in_the_long_help() -> None:
 @pytest.mark.parametrize("command", ["search", "distill", "bench", "export", "serve", "generate", "worker", "service"])
 def test_the_short_help_is_short(command: str) -> None:
     result = CliRunner().invoke(main, [command, "--help"])
-    assert len(re.findall(r"^  -", result.stdout, re.MULTILINE)) <= 35
+    assert len(re.findall(r"^  -", result.stdout, re.MULTILINE)) <= 25

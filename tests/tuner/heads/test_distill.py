@@ -98,7 +98,7 @@ class TestHeads:
             "s of sampling continuations",
             "s of training",
             "mlflow ui",
-            "search --heads heads",
+            "search --set heads=heads",
         ):
             assert word in result.stdout
         heads = workplace / "heads"

@@ -31,7 +31,7 @@ def deploy(run_search: SearchCommand, workplace: Path) -> SearchCommand:
     home = write_llama_cpp(workplace.parent / "llama.cpp")
 
     def run(*flags: str, **named: Any) -> Any:
-        return run_search("--deploy-to", "llama.cpp", "--engine-home", str(home), *flags, **named)
+        return run_search("--deploy-to", "llama.cpp", *flags, **{"engine_home": str(home), **named})
 
     return run
 
@@ -82,9 +82,9 @@ def test_wrong_texts_win_nothing(deploy: SearchCommand) -> None:
 
 
 def test_wrong_settings_are_refused_before_anything_runs(deploy: SearchCommand, run_search: SearchCommand) -> None:
-    refused(deploy("--temperature", "1"), "deploy_to", "temperature")
-    refused(deploy("--engine-home", "nowhere"), "nowhere does not hold llama.cpp's sources")
-    refused(run_search("--engine-home", "nowhere"), "engine_home", "deploy_to")
+    refused(deploy(temperature="1"), "deploy_to", "temperature")
+    refused(deploy(engine_home="nowhere"), "nowhere does not hold llama.cpp's sources")
+    refused(run_search(engine_home="nowhere"), "engine_home", "deploy_to")
 
 
 @pytest.fixture(scope="module")

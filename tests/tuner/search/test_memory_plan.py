@@ -100,7 +100,8 @@ def test_model_larger_than_the_memory_is_refused_before_it_is_loaded(
     assert "16.06 GB" in doctor.stdout
     assert "8.00 GB free on the device: the weights do not fit" in " ".join(doctor.stdout.split())
     refused(doctor, "does not fit: its weights take 16.06 GB in bfloat16, and 8.00 GB are free")
-    refused(CliRunner().invoke(main, ["search", *flags, "--dataset", str(prompts_file)]), "does not fit")
+    by_key = ["--set", "dtype=bfloat16", *(flag for flag in flags if flag not in ("--dtype", "bfloat16"))]
+    refused(CliRunner().invoke(main, ["search", *by_key, "--dataset", str(prompts_file)]), "does not fit")
     refused(CliRunner().invoke(main, ["distill", *flags, "--dataset", str(prompts_file)]), "does not fit")
 
 

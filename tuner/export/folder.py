@@ -1,4 +1,8 @@
-"""The folder of an export, written whole or not at all."""
+"""The folder of an export, written whole or not at all; and a model folder that decodes with a profile.
+
+A model folder has weights, profile, heads, and `custom_generate/generate.py`: for `generate(..., custom_generate=DIR,
+trust_remote_code=True)` and `transformers serve DIR`. Nothing of the profile is lost.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import TYPE_CHECKING
 
 from tuner.errors import ExportError
+from tuner.export import folder_generate
 from tuner.export.losses import LOSSES
 from tuner.output_paths import check_folder_writable
 
+if TYPE_CHECKING:
+    from decoding.profile import DraftProfile
+
 READABLE = 0o755
+WEIGHTS = (".safetensors", ".bin")
+DISTRIBUTION = "sdtune"
 
 
 def check_out(out: Path, *, overwrite: bool) -> None:
@@ -56,3 +67,27 @@ def _replace(out: Path, building: Path) -> None:
     out.rename(earlier)
     building.rename(out)
     shutil.rmtree(earlier.parent)
+
+
+def write_model_folder(
+    profile: DraftProfile, profile_folder: Path, model_folder: Path, building: Path, *, copy_weights: bool
+) -> None:
+    """Write the folder: links to the weights of `model_folder`, or copies, and copies of all its other files and of the heads."""
+    for path in sorted(model_folder.iterdir()):
+        if path.name.startswith(".") or not path.is_file():
+            continue
+        if path.suffix in WEIGHTS and not copy_weights:
+            (building / path.name).symlink_to(path.resolve())
+        else:
+            shutil.copyfile(path, building / path.name)
+    for name in profile.draft.files:
+        shutil.copyfile(profile_folder / name, building / name)
+    custom = building / "custom_generate"
+    custom.mkdir()
+    shutil.copyfile(folder_generate.__file__, custom / "generate.py")
+    (custom / "requirements.txt").write_text(f"{DISTRIBUTION}\n", encoding="utf-8")
+    (building / LOSSES).write_text(
+        f"# {profile.name} as a model folder\n\nNothing is lost: sdtune decodes, with {profile.draft.describe()} and "
+        f"{profile.draft_length.describe()}. The process needs the package `{DISTRIBUTION}`, and runs one call at a time.\n",
+        encoding="utf-8",
+    )
