@@ -173,22 +173,6 @@ class PromptSettings(Document):
         description="Format of a prompt, columns in braces, such as 'Question: {question}\\nAnswer:'.",
         json_schema_extra={**PROBLEM, "escapes": True},
     )
-    shots: int | None = Field(
-        None,
-        ge=0,
-        description="Solved examples before each prompt, with answers by the answer template; default: the preset's, or none.",
-        json_schema_extra=PROBLEM,
-    )
-    answer_template: str | None = Field(
-        None,
-        description="Format of the answer of an example, which follows its prompt directly, such as ' {answer}'.",
-        json_schema_extra={**PROBLEM, "escapes": True},
-    )
-    shots_dataset: str | None = Field(
-        None,
-        description="Dataset of the examples; default: the preset's, or the first rows of the dataset, which are then no prompts.",
-        json_schema_extra={**PROBLEM, "metavar": "DATASET"},
-    )
     system_prompt: SystemPrompt = None
     group_column: str | None = Field(
         None,

@@ -221,7 +221,7 @@ def _training_format(config: SearchConfig) -> PromptSettings:
     column = config.distillation.training_column
     kept = {"chat_template", "max_prompt_tokens", "system_prompt"}
     if column is None:
-        kept |= {"preset", "template", "shots", "answer_template", "shots_dataset"}
+        kept |= {"preset", "template"}
     return PromptSettings(prompt_column=column, **config.model_dump(include=kept))
 
 

@@ -19,8 +19,8 @@ values are read.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,8 +57,6 @@ class Table:
     num_rows: int
     order: Mapping[str, Any]
     """What the reader has read."""
-    chosen: Sequence[int] | None = None
-    """Indices of the rows among those that were read; None for all."""
 
     def require(self, column: str) -> None:
         """Raise `DatasetError` that lists the columns unless `column` is one of them."""
@@ -69,35 +67,26 @@ class Table:
 
     def row(self, index: int, columns: set[str]) -> dict[str, Any]:
         """Return the values of one row in `columns`. Values that JSON does not have become mappings."""
-        place = index if self.chosen is None else self.chosen[index]
-        return dict(READER.ask({"do": "row", "order": self.order, "columns": sorted(columns), "row": place}))
+        return dict(READER.ask({"do": "row", "order": self.order, "columns": sorted(columns), "row": index}))
 
     def values(self, column: str) -> list[Any]:
         """Return the values of all rows in one column."""
-        found = READER.ask({"do": "columns", "order": self.order, "columns": [column]})[column]
-        return list(found) if self.chosen is None else [found[index] for index in self.chosen]
-
-    def select(self, indices: Sequence[int]) -> Table:
-        """Return some of the rows, in this order."""
-        chosen = indices if self.chosen is None else [self.chosen[index] for index in indices]
-        return replace(self, num_rows=len(chosen), chosen=tuple(chosen))
+        return list(READER.ask({"do": "columns", "order": self.order, "columns": [column]})[column])
 
 
-def open_table(source: str, *, split: str | None = None) -> Table:
-    """Open `source`, in the syntax of this module; `split` is the same as `@split`.
+def open_table(source: str) -> Table:
+    """Open `source`, in the syntax of this module.
 
     Raises `DatasetError` if the source, config, split, or column or value of its filter, does not exist or cannot be read.
     """
     unfiltered, chosen = (source, None) if _existing(source) is not None else split_filter(source)
-    location, config, split = _parse(unfiltered, split)
+    location, config, split = _parse(unfiltered)
     path, preset, revision = _existing(location), None, None
     where, kind = location, "hub"
     if path is not None:
         kind, where = _kind_of(path), str(path.resolve())
         if kind == "file" and (config or split):
-            raise DatasetError(
-                f"the file {location} has no configs and no splits, got {unfiltered!r} with split {split!r}"
-            )
+            raise DatasetError(f"the file {location} has no configs and no splits, got {unfiltered!r}")
     elif location in preset_names():
         if config:
             raise DatasetError(
@@ -138,7 +127,7 @@ def refuse_unknown(source: str) -> None:
     """Raise `DatasetError` for a source that is neither there nor may be on the hub; reads nothing."""
     if _existing(source) is None:
         source, _ = split_filter(source)
-    location, _, _ = _parse(source, None)
+    location, _, _ = _parse(source)
     if _existing(location) is not None or location in preset_names():
         return
     if _HUB_ID.fullmatch(location) is None or Path(location).suffix.lower() in FILE_KINDS:
@@ -148,15 +137,13 @@ def refuse_unknown(source: str) -> None:
         )
 
 
-def _parse(source: str, split: str | None) -> tuple[str, str | None, str | None]:
+def _parse(source: str) -> tuple[str, str | None, str | None]:
     if _existing(source) is not None:
-        return source, None, split
+        return source, None, None
     match = _SOURCE.fullmatch(source)
     if match is None:
         raise DatasetError(f"no such dataset {source!r}: give a file, a folder, a preset or a hub id")
-    if split and match["split"] and split != match["split"]:
-        raise DatasetError(f"the dataset {source!r} names another split than the split given separately, {split!r}")
-    return match["location"], match["config"], split or match["split"]
+    return match["location"], match["config"], match["split"]
 
 
 def _existing(location: str) -> Path | None:

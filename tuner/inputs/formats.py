@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 
 class Reason(Enum):
@@ -140,6 +140,11 @@ class Template:
     parts: tuple[tuple[str, Column | None], ...]
 
     @classmethod
+    def of_column(cls, column: Column) -> Template:
+        """Return the template of a column alone."""
+        return cls((("", column),))
+
+    @classmethod
     def parse(cls, written: str) -> Template:
         """Parse a template; raise `ValueError` for unbalanced braces, formats or conversions."""
         parts = []
@@ -191,26 +196,25 @@ def holds_conversations(feature: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class ConversationFormat:
-    """Rows that hold a conversation in one column."""
+class RowFormat:
+    """Conversion of a row into the content of a prompt."""
 
-    column: str
-    makes_conversations: ClassVar[bool] = True
+    columns: frozenset[str]
+    """Names of the columns that are read."""
+    read: Callable[[Mapping[str, Any]], Content | LeftOut]
+    """Returns the content of a prompt, or why there is none. Raises `ValueError` for a value that is not text."""
+    makes_conversations: bool = False
+    """True if contents have turns, false if they are single texts."""
+    notes: tuple[str, ...] = ()
+    """Lines that say what a prompt is, where a user may not expect it."""
 
-    @property
-    def columns(self) -> set[str]:
-        """Names of the columns that are read."""
-        return {self.column}
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Line that says what a prompt is."""
-        return (f"prompts are the conversations in the column {self.column!r}, up to the last reply",)
+def conversation_format(column: str) -> RowFormat:
+    """Return the format of rows that hold a conversation in one column; prompts end before the reply to be written."""
 
-    def read(self, row: Mapping[str, Any]) -> Content | LeftOut:
-        """Return the conversation before the reply to be written."""
+    def read(row: Mapping[str, Any]) -> Content | LeftOut:
         turns = []
-        for message in row[self.column] or []:
+        for message in row[column] or []:
             turn = None if message is None else _turn(message)
             if turn is None:
                 return LeftOut(Reason.NOT_TEXT)
@@ -219,6 +223,9 @@ class ConversationFormat:
         if not asked or not all(turn.content.strip() for turn in asked if turn.role == "user"):
             return LeftOut(Reason.EMPTY)
         return Content.of_turns(asked)
+
+    note = f"prompts are the conversations in the column {column!r}, up to the last reply"
+    return RowFormat(frozenset([column]), read, makes_conversations=True, notes=(note,))
 
 
 def before_the_reply(turns: Sequence[Turn]) -> tuple[Turn, ...]:
@@ -257,86 +264,45 @@ def _joined(parts: Sequence[Any]) -> str | None:
     return None if kinds - {"text"} or None in texts else "".join(map(str, texts))
 
 
-class RowFormat(Protocol):
-    """Conversion of a row into the content of a prompt."""
+def text_format(
+    templates: Sequence[Template],
+    solved: Sequence[tuple[str, str]] = (),
+    separator: str = "",
+    notes: tuple[str, ...] = (),
+) -> RowFormat:
+    """Return the format of single texts by templates, the first of which that finds no blank column is used.
 
-    @property
-    def columns(self) -> set[str]:
-        """Names of the columns that are read."""
+    The `solved` examples, questions and answers, stand before each prompt. A row that is an example itself counts as repeated.
+    """
+    examples, questions = "".join(each + answer + separator for each, answer in solved), {each for each, _ in solved}
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Lines that say what a prompt is, where a user may not expect it."""
-
-    @property
-    def makes_conversations(self) -> bool:
-        """True if contents have turns, false if they are single texts."""
-
-    def read(self, row: Mapping[str, Any]) -> Content | LeftOut:
-        """Return the content of a prompt, or why there is none. Raises `ValueError` for a value that is not text."""
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Solved examples before each prompt (few-shot prompting)."""
-
-    questions: tuple[str, ...] = ()
-    answers: tuple[str, ...] = ()
-    separator: str = "\n\n"
-
-    @property
-    def text(self) -> str:
-        """The examples as they stand before a prompt."""
-        solved = zip(self.questions, self.answers, strict=True)
-        return "".join(question + answer + self.separator for question, answer in solved)
-
-
-@dataclass(frozen=True)
-class TextFormat:
-    """Single texts by templates, the first of which that finds no blank column is used."""
-
-    templates: tuple[Template, ...]
-    examples: Examples = Examples()
-    notes: tuple[str, ...] = ()
-    makes_conversations: ClassVar[bool] = False
-
-    @property
-    def columns(self) -> set[str]:
-        """Names of the columns that are read."""
-        return set().union(*(template.columns for template in self.templates))
-
-    def question(self, row: Mapping[str, Any]) -> str:
-        """Return the text without examples, empty if a column is blank."""
-        return next((text for template in self.templates if (text := template.render(row))), "")
-
-    def read(self, row: Mapping[str, Any]) -> Content | LeftOut:
-        """Return the text after the examples. A row that is an example itself counts as repeated."""
-        question = self.question(row)
-        if not question:
+    def read(row: Mapping[str, Any]) -> Content | LeftOut:
+        text = first_text(templates, row)
+        if not text:
             return LeftOut(Reason.EMPTY)
-        if question in self.examples.questions:
-            return LeftOut(Reason.REPEATED)
-        return Content(self.examples.text + question)
+        return LeftOut(Reason.REPEATED) if text in questions else Content(examples + text)
+
+    return RowFormat(columns_of(templates), read, notes=notes)
 
 
-@dataclass(frozen=True)
-class TurnsFormat:
-    """Conversations by templates of the user's and the assistant's turns, alternately."""
+def first_text(templates: Sequence[Template], row: Mapping[str, Any]) -> str:
+    """Return the text by the first template that finds no blank column; empty if there is none."""
+    return next((text for template in templates if (text := template.render(row))), "")
 
-    turns: tuple[Template, ...]
-    notes: tuple[str, ...] = ()
-    makes_conversations: ClassVar[bool] = True
 
-    @property
-    def columns(self) -> set[str]:
-        """Names of the columns that are read."""
-        return set().union(*(template.columns for template in self.turns))
+def columns_of(templates: Sequence[Template]) -> frozenset[str]:
+    """Return the names of the columns that templates read."""
+    return frozenset().union(*(template.columns for template in templates))
 
-    def read(self, row: Mapping[str, Any]) -> Content | LeftOut:
-        """Return the conversation; a row with a blank turn makes none."""
-        texts = [template.render(row) for template in self.turns]
+
+def turns_format(templates: Sequence[Template]) -> RowFormat:
+    """Return the format of conversations by templates of the user's and the assistant's turns in alternation, none of them blank."""
+
+    def read(row: Mapping[str, Any]) -> Content | LeftOut:
+        texts = [template.render(row) for template in templates]
         if not all(text.strip() for text in texts):
             return LeftOut(Reason.EMPTY)
-        return Content.of_turns(
-            tuple(Turn("assistant" if index % 2 else "user", text) for index, text in enumerate(texts))
-        )
+        roles = ("user", "assistant")
+        return Content.of_turns(tuple(Turn(roles[index % 2], text) for index, text in enumerate(texts)))
+
+    return RowFormat(columns_of(templates), read, makes_conversations=True)

@@ -31,7 +31,6 @@ class Preset(Document):
     config: str | None = None
     revision: str | None = Field(None, description="branch or commit on the hub")
     split: str
-    columns: tuple[str, ...] = Field(min_length=1, description="columns that the templates of the prompt read")
     template: Written | None = None
     short_template: Written | None = Field(
         None, description="template for rows in which a column of `template` is blank; without it such rows are skipped"
@@ -40,11 +39,13 @@ class Preset(Document):
         (),
         description="in place of `template`: a conversation, whose turns are the user's and the assistant's alternately",
     )
-    answer_template: Written | None = Field(None, description="format of the answer of an example, after its prompt")
+    answer_template: Written | None = Field(
+        None, description="format of the answer of an example, after its prompt; there are `shots` before each prompt"
+    )
     answer_on_one_line: bool = Field(
         False, description="remove the line breaks of answers, as the authors of a prompt do"
     )
-    shots: int = Field(0, ge=0, description="examples before each prompt unless the user gives another number")
+    shots: int = Field(0, ge=0, description="solved examples before each prompt")
     shots_split: str | None = Field(None, description="split of the examples; default: the first rows of the dataset")
     shots_separator: str = Field("\n\n", description="text between two examples, and before the prompt")
     category_column: str | None = None
@@ -63,20 +64,13 @@ class Preset(Document):
         return tuple(Template.parse(written) for written in self.turns)
 
     @model_validator(mode="after")
-    def _columns_are_used(self) -> Preset:
-        used = set().union(*(template.columns for template in (*self.templates, *self.turn_templates)))
-        if used != set(self.columns):
-            raise ValueError(f"columns must match the templates, {sorted(used)}, got {sorted(self.columns)}")
-        return self
-
-    @model_validator(mode="after")
     def _is_text_or_conversation(self) -> Preset:
         if (self.template is None) != bool(self.turns) or (self.turns and len(self.turns) % 2 == 0):
             raise ValueError(
                 "a preset has either a template or an odd number of turns, the last of which is the user's"
             )
-        if self.shots and self.answer_template is None:
-            raise ValueError("shots need an answer_template")
+        if bool(self.shots) != (self.answer_template is not None) or (self.shots and self.turns):
+            raise ValueError("shots need an answer_template, which is for shots only, and texts")
         return self
 
 

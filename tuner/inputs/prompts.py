@@ -18,8 +18,8 @@ from tuner.config import SearchConfig
 from tuner.errors import DatasetError
 from tuner.fields import PromptSettings
 from tuner.inputs.encoding import PromptEncoder
-from tuner.inputs.formats import Reason
-from tuner.inputs.reading import LengthLimits, Prompt, PromptReader, Tally
+from tuner.inputs.formats import LeftOut, Reason
+from tuner.inputs.reading import LengthLimits, Prompt, PromptReader, left_out, reading_notes
 from tuner.inputs.rows import PromptRows, open_rows
 
 DEFAULT_FORMAT = PromptSettings()
@@ -111,7 +111,7 @@ def search_prompts(
 
 def _draw(reader: PromptReader, sizes: tuple[int, int], seed: int) -> PromptSet:
     """Read rows in random order until both parts are full."""
-    groups, tally = reader.rows.groups, Tally()
+    groups, read = reader.rows.groups, list[Prompt | LeftOut]()
     part_of_group = {} if groups is None else _deal(groups, sizes, seed)
     parts: tuple[list[Prompt], list[Prompt]] = ([], [])
     seen: set[tuple[int, ...]] = set()
@@ -120,7 +120,7 @@ def _draw(reader: PromptReader, sizes: tuple[int, int], seed: int) -> PromptSet:
         if len(parts[part]) == sizes[part]:
             continue
         found = reader.read(index, seen)
-        tally.add(found)
+        read.append(found)
         if isinstance(found, Prompt):
             seen.add(found.token_ids)
             parts[part].append(found)
@@ -128,8 +128,8 @@ def _draw(reader: PromptReader, sizes: tuple[int, int], seed: int) -> PromptSet:
                 break
     tuning, held_out = parts
     if (len(tuning), len(held_out)) != sizes:
-        raise _too_few(reader, tally, (len(tuning), len(held_out)), sizes)
-    notes = (*reader.notes, *tally.notes(reader.limits))
+        raise _too_few(reader, read, (len(tuning), len(held_out)), sizes)
+    notes = (*reader.notes, *reading_notes(read, reader.limits))
     return PromptSet(reader.rows.table.name, _fingerprint(parts), tuple(tuning), tuple(held_out), notes=notes)
 
 
@@ -149,13 +149,16 @@ def _draw_around(reader: PromptReader, num_tuning: int, held_out_sha256: Sequenc
     return replace(known, fingerprint=_fingerprint((tuning, held_out)), tuning=tuple(tuning))
 
 
-def _too_few(reader: PromptReader, tally: Tally, found: tuple[int, int], sizes: tuple[int, int]) -> DatasetError:
+def _too_few(
+    reader: PromptReader, read: Sequence[Prompt | LeftOut], found: tuple[int, int], sizes: tuple[int, int]
+) -> DatasetError:
     column = reader.rows.group_column
     apart = f" when no {column!r} is in both" if column else ""
-    advice = f"; {reader.limits.advice}" if tally.num(Reason.TOO_LONG) else ""
+    missing = left_out(read, reader.limits)
+    advice = f"; {reader.limits.advice}" if Reason.TOO_LONG in missing else ""
     return DatasetError(
         f"too few prompts: the dataset {reader.rows.table.name} gives {found[0]} for tuning and {found[1]} held out{apart} "
-        f"({tally.summary(reader.limits)}), but {sizes[0]} and {sizes[1]} are needed{advice}"
+        f"(rows left out: {'; '.join(missing.values()) or 'none'}), but {sizes[0]} and {sizes[1]} are needed{advice}"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -24,13 +24,6 @@ PLACEHOLDERS: Mapping[str, str] = MappingProxyType(
 """Advice by placeholder. SPEED-Bench: huggingface.co/datasets/nvidia/SPEED-Bench."""
 
 
-def refuse_placeholders(text: str, name: str) -> None:
-    """Raise `DatasetError` if a text is a placeholder; `name` is the row's."""
-    for placeholder, advice in PLACEHOLDERS.items():
-        if placeholder in text:
-            raise DatasetError(f"{name} holds a placeholder in place of the prompt: {advice}")
-
-
 @dataclass(frozen=True)
 class Prompt:
     """Prompt: row in the dataset (from 0), token ids, and what they were made of."""
@@ -49,7 +42,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class LengthLimits:
-    """LengthLimits of the prompt length; raises `DatasetError` if they contradict each other."""
+    """Limits of the prompt length; raises `DatasetError` if they contradict each other."""
 
     context_length: int | None
     max_new_tokens: int
@@ -117,7 +110,8 @@ class PromptReader:
             raise DatasetError(f"{name}: {cause}") from None
         if isinstance(content, LeftOut):
             return content
-        refuse_placeholders(content.text, name)
+        if (advice := next((PLACEHOLDERS[each] for each in PLACEHOLDERS if each in content.text), None)) is not None:
+            raise DatasetError(f"{name} holds a placeholder in place of the prompt: {advice}")
         try:
             found = self._encoded(content)
         except RefusedTurnsError as cause:
@@ -148,48 +142,26 @@ class PromptReader:
         )
 
 
-class Tally:
-    """Counts of the rows that were read: all, those left out by reason, and those cut."""
+def left_out(read: Sequence[Prompt | LeftOut], limits: LengthLimits) -> dict[Reason, str]:
+    """Return how many of the rows that were read make no prompt, in words, by the reason."""
+    found = [each for each in read if isinstance(each, LeftOut)]
+    counts, refusal = Counter(each.reason for each in found), next((each.message for each in found if each.message), "")
+    words = {
+        Reason.EMPTY: "empty",
+        Reason.REPEATED: "repeated",
+        Reason.TOO_LONG: f"too long, as {limits}",
+        Reason.NOT_TEXT: "with images or calls of tools",
+        Reason.REFUSED: f"refused by the chat template ({refusal})",
+    }
+    return {reason: f"{counts[reason]} {words[reason]}" for reason in words if counts[reason]}
 
-    def __init__(self) -> None:
-        self.num_read = 0
-        self.num_cut = 0
-        self._left_out: Counter[Reason] = Counter()
-        self._refusal = ""
 
-    def add(self, found: Prompt | LeftOut) -> None:
-        """Count a row, read as a prompt or left out."""
-        self.num_read += 1
-        if isinstance(found, Prompt):
-            self.num_cut += found.is_cut
-            return
-        self._left_out[found.reason] += 1
-        self._refusal = self._refusal or found.message
-
-    def num(self, reason: Reason) -> int:
-        """Return the number of rows left out for a reason."""
-        return self._left_out[reason]
-
-    def summary(self, limits: LengthLimits) -> str:
-        """Return the counts in one phrase: empty and repeated rows, then every other reason that occurred."""
-        phrases = {
-            Reason.TOO_LONG: f"too long, as {limits}",
-            Reason.NOT_TEXT: "with images or calls of tools",
-            Reason.REFUSED: f"refused by the chat template ({self._refusal})",
-        }
-        listed = [f"{self.num(reason)} {phrase}" for reason, phrase in phrases.items() if self.num(reason)]
-        skipped = f"{self.num(Reason.EMPTY)} empty and {self.num(Reason.REPEATED)} repeated rows skipped"
-        return "; ".join((skipped, *listed))
-
-    def notes(self, limits: LengthLimits) -> tuple[str, ...]:
-        """Return a line for every kind of row that a user should know to be missing or cut."""
-        read = self.num_read
-        too_long = f"prompts are too long and were left out, as {limits}; {limits.advice}"
-        lines = {
-            Reason.TOO_LONG: f"{self.num(Reason.TOO_LONG)} of {read} {too_long}",
-            Reason.NOT_TEXT: f"{self.num(Reason.NOT_TEXT)} of {read} rows hold images or calls of tools and were left out",
-            Reason.REFUSED: f"{self.num(Reason.REFUSED)} of {read} conversations were left out, as the chat template refuses "
-            f"them: {self._refusal}",
-        }
-        cut = f"{self.num_cut} of {read} prompts were cut from the left to {limits.max_prompt_tokens} tokens"
-        return (*(line for reason, line in lines.items() if self.num(reason)), *((cut,) if self.num_cut else ()))
+def reading_notes(read: Sequence[Prompt | LeftOut], limits: LengthLimits) -> tuple[str, ...]:
+    """Return a line for every kind of row that a user should know to be missing or cut."""
+    missing = left_out(read, limits)
+    advice = {Reason.TOO_LONG: f"; {limits.advice}"}
+    told = (Reason.TOO_LONG, Reason.NOT_TEXT, Reason.REFUSED)
+    lines = [f"of {len(read)} rows left out: {missing[each]}{advice.get(each, '')}" for each in told if each in missing]
+    if num_cut := sum(isinstance(each, Prompt) and each.is_cut for each in read):
+        lines.append(f"{num_cut} of {len(read)} prompts were cut from the left to {limits.max_prompt_tokens} tokens")
+    return tuple(lines)

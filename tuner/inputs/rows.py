@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,13 @@ from tuner.inputs.datasets import Table, open_table
 from tuner.inputs.formats import (
     CONVERSATION_COLUMNS,
     Column,
-    ConversationFormat,
-    Examples,
     RowFormat,
     Template,
-    TextFormat,
-    TurnsFormat,
+    columns_of,
+    conversation_format,
+    first_text,
+    text_format,
+    turns_format,
 )
 from tuner.inputs.presets import Preset, load_preset
 
@@ -42,7 +43,7 @@ class PromptRows:
 
     def row(self, index: int) -> dict[str, Any]:
         """Return a row with only the columns that are read."""
-        return self.table.row(index, self.form.columns | ({self.category_column} if self.category_column else set()))
+        return self.table.row(index, {*self.form.columns, *filter(None, [self.category_column])})
 
     def category(self, row: Mapping[str, Any]) -> str | None:
         """Return the category of a row, by its name if the column holds numbers of named classes."""
@@ -58,14 +59,13 @@ class PromptRows:
 def open_rows(source: str, settings: PromptSettings) -> PromptRows:
     """Open a dataset (syntax: `tuner.inputs.datasets`) and decide the format of its rows.
 
-    Raises `DatasetError` for a missing or unreadable source or column, a wrong template, or examples that cannot be made.
+    Raises `DatasetError` for a missing or unreadable source or column, a wrong template, or too few examples.
     """
     table = open_table(source)
     preset = load_preset(settings.preset) if settings.preset is not None else table.preset
     form = _format(table, preset, settings)
     for column in sorted(form.columns):
         table.require(column)
-    form = _with_examples(form, table, preset, settings)
     category_column = _category_column(table, form, preset, settings.category_column)
     categories = preset.categories if preset is not None and category_column == preset.category_column else {}
     groups = _groups(table, settings.group_column)
@@ -75,31 +75,31 @@ def open_rows(source: str, settings: PromptSettings) -> PromptRows:
 def _format(table: Table, preset: Preset | None, settings: PromptSettings) -> RowFormat:
     """Return the format that the settings, the preset or the columns ask for, in this order."""
     if settings.template is not None:
-        return TextFormat((_parsed(settings.template, "template"),))
+        return text_format([_parsed(settings.template)])
     if settings.prompt_column is not None:
         return _of_column(table, settings.prompt_column)
     if preset is not None:
-        return TurnsFormat(preset.turn_templates) if preset.turns else TextFormat(preset.templates)
+        return turns_format(preset.turn_templates) if preset.turns else _preset_format(table, preset)
     return _guessed(table)
 
 
-def _parsed(written: str, what: str) -> Template:
+def _parsed(written: str) -> Template:
     try:
         template = Template.parse(written)
     except ValueError as cause:
-        raise DatasetError(f"{what}: {cause}; write {{{{ and }}}} for braces") from None
+        raise DatasetError(f"template: {cause}; write {{{{ and }}}} for braces") from None
     if not template.columns:
-        raise DatasetError(f"{what}: {written!r} names no column; write one in braces, such as {{question}}")
+        raise DatasetError(f"template: {written!r} names no column; write one in braces, such as {{question}}")
     return template
 
 
 def _of_column(table: Table, written: str) -> RowFormat:
     if written in table.columns:
         if table.columns[written].is_chat:
-            return ConversationFormat(written)
-        return TextFormat((Template((("", Column(written)),)),))
+            return conversation_format(written)
+        return text_format([Template.of_column(Column(written))])
     try:
-        return TextFormat((Template((("", Column.parse(written)),)),))
+        return text_format([Template.of_column(Column.parse(written))])
     except ValueError as cause:
         raise DatasetError(f"prompt column of the dataset {table.name}: {cause}") from None
 
@@ -108,11 +108,11 @@ def _guessed(table: Table) -> RowFormat:
     """Return the format of the first usual column of conversations, or of the only usual column of texts."""
     chats = [column for column in CONVERSATION_COLUMNS if column in table.columns]
     if found := next((column for column in chats if table.columns[column].is_chat), None):
-        return ConversationFormat(found)
+        return conversation_format(found)
     usual = [name for name in DEFAULT_COLUMNS if name in table.columns]
     if not usual and FIRST_TURN in table.columns:
         note = f"prompts are the first of the user's turns in the column {FIRST_TURN!r}"
-        return TextFormat((Template((("", Column(FIRST_TURN, (0,))),)),), notes=(note,))
+        return text_format([Template.of_column(Column(FIRST_TURN, (0,)))], notes=(note,))
     if len(usual) != 1:
         problem = (
             f"{' and '.join(map(repr, usual))} could each be" if usual else "none of its columns has a usual name for"
@@ -121,59 +121,32 @@ def _guessed(table: Table) -> RowFormat:
             f"which column of the dataset {table.name} is the prompt? {problem} it; name one with --prompt-column, or give a "
             f"--template; columns: {', '.join(table.columns)}"
         )
-    return TextFormat((Template((("", Column(usual[0])),)),))
+    return text_format([Template.of_column(Column(usual[0]))])
 
 
-def _with_examples(form: RowFormat, table: Table, preset: Preset | None, settings: PromptSettings) -> RowFormat:
-    """Return the format with the solved examples that the settings or the preset ask for before each prompt."""
-    num_shots = settings.shots if settings.shots is not None else (preset.shots if preset is not None else 0)
-    if num_shots == 0:
-        return form
-    if not isinstance(form, TextFormat):
-        raise DatasetError(
-            "shots: a conversation takes no examples; give --set shots=0, or a --template of a single text"
-        )
-    written = settings.answer_template or (preset.answer_template if preset is not None else None)
-    if written is None:
-        raise DatasetError("shots: examples need answers; give --set answer_template=' {answer}'")
-    answer = _parsed(written, "answer_template")
-    source = _examples_source(table, preset, settings)
-    for column in sorted(form.columns | answer.columns):
+def _preset_format(table: Table, preset: Preset) -> RowFormat:
+    """Return the format of a preset of single texts, with its solved examples before each prompt."""
+    if preset.answer_template is None:
+        return text_format(preset.templates)
+    is_copy = preset is not table.preset or preset.shots_split is None  # which has its first rows as examples
+    source = table if is_copy else open_table(f"{table.location}@{preset.shots_split}")
+    answer = Template.parse(preset.answer_template)
+    for column in sorted(columns := columns_of([*preset.templates, answer])):
         source.require(column)
-    found = _solved(source, form, answer, preset)
-    solved = [pair for pair, _ in zip(found, range(num_shots), strict=False)]
-    if len(solved) < num_shots:
-        raise DatasetError(
-            f"shots: the dataset {source.name} has only {len(solved)} rows with prompt and answer, and {num_shots} are needed"
-        )
-    questions, answers = zip(*solved, strict=True)
-    separator = preset.shots_separator if preset is not None else Examples.separator
-    return TextFormat(form.templates, Examples(questions, answers, separator), form.notes)
-
-
-def _examples_source(table: Table, preset: Preset | None, settings: PromptSettings) -> Table:
-    """Return the table of the examples: the given one, the preset's split, or the dataset itself."""
-    if settings.shots_dataset is not None:
-        return open_table(settings.shots_dataset)
-    if table.preset is not None and preset is table.preset and preset.shots_split is not None:
-        return open_table(f"{table.location}@{preset.shots_split}")
-    return table
-
-
-def _solved(source: Table, form: TextFormat, answer: Template, preset: Preset | None) -> Iterator[tuple[str, str]]:
-    """Yield the prompt and the answer of each different row that has both."""
-    seen = set()
+    solved: dict[str, str] = {}
     for index in range(source.num_rows):
-        row = source.row(index, form.columns | answer.columns)
+        row = source.row(index, set(columns))
         try:
-            question, solution = form.question(row), answer.render(row)
+            question, solution = first_text(preset.templates, row), answer.render(row)
         except ValueError as cause:
             raise DatasetError(f"row {index} of the dataset {source.name}: {cause}") from None
-        if preset is not None and preset.answer_on_one_line:
-            solution = solution.replace("\n", "")
-        if question and solution and question not in seen:
-            seen.add(question)
-            yield question, solution
+        if question and solution:
+            solved.setdefault(question, solution.replace("\n", "") if preset.answer_on_one_line else solution)
+        if len(solved) == preset.shots:
+            return text_format(preset.templates, [*solved.items()], preset.shots_separator)
+    raise DatasetError(
+        f"the dataset {source.name} has only {len(solved)} rows with prompt and answer, and the preset needs {preset.shots}"
+    )
 
 
 def _category_column(table: Table, form: RowFormat, preset: Preset | None, given: str | None) -> str | None:

@@ -22,7 +22,7 @@ from tuner.errors import ConfigError
 from tuner.service.contract import SearchRequest, ServiceError
 
 _OF_THE_CLIENT = """
-model revision dataset preset prompt_column template shots answer_template shots_dataset system_prompt group_column category_column
+model revision dataset preset prompt_column template system_prompt group_column category_column
 chat_template max_prompt_tokens tuning_prompts held_out_prompts max_new_tokens seed study trials timeout wait_quiet
 prompts_per_trial finalists stock temperature batch_size dtype runner exact exact_width prefix_reuse distill distillation studies
 """
@@ -65,7 +65,6 @@ LIMITS: Mapping[str, float] = MappingProxyType(
         "tuning_prompts": 1000,
         "held_out_prompts": 1000,
         "finalists": 64,
-        "shots": 64,
         "batch_size": 128,
         "distillation.timeout": 24 * 3600.0,
         "distillation.prompts": 20_000,
@@ -170,10 +169,10 @@ def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
 
 def _resolved(config: SearchConfig, allowed: Allowed) -> SearchConfig:
     """Return the configuration with its models and data sets as the worker will find them. Raises `ServiceError` for others."""
-    names: dict[str, Any] = {"model": _named("model", config.model, allowed.models)}
-    for key in ("dataset", "shots_dataset"):
-        if (name := getattr(config, key)) is not None:
-            names[key] = _named(key, name, allowed.datasets)
+    names: dict[str, Any] = {
+        "model": _named("model", config.model, allowed.models),
+        "dataset": _named("dataset", config.dataset, allowed.datasets),
+    }
     if config.distillation.training_dataset is not None:
         name = _named("training_dataset", config.distillation.training_dataset, allowed.datasets)
         names["distillation"] = config.distillation.model_copy(update={"training_dataset": name})
@@ -209,7 +208,7 @@ def identity(config: SearchConfig, queue: str) -> str:
     A data set in a file counts by its contents, a model by its name and revision.
     """
     settings = config.model_dump(mode="json", exclude=set(OF_THE_SERVICE))
-    names = (config.dataset, config.shots_dataset, config.distillation.training_dataset)
+    names = (config.dataset, config.distillation.training_dataset)
     files = [Path(name) for name in names if name is not None and Path(name).is_file()]
     contents = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     whole = json.dumps({"config": settings, "queue": queue, "contents": contents}, sort_keys=True)
