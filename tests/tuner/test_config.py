@@ -45,28 +45,17 @@ def test_no_duration_is_endless(value: Any) -> None:
         ({}, "which model"),
         ({"model": "m"}, "which dataset"),
         ({**GIVEN, "timeout": "10 parsecs"}, "timeout: must be a duration such as 90s, 10m or 1.5h"),
-        ({**GIVEN, "timeout": "-5"}, "timeout"),
         ({**GIVEN, "timeout": float("inf")}, "timeout: must be a finite number"),
-        ({**GIVEN, "timeout": float("nan")}, "timeout: must be a finite number"),
-        ({**GIVEN, "timeout": ".inf"}, "timeout: must be a duration"),
-        ({**GIVEN, "timeout": "9" * 400}, "timeout: must be a duration of at most 8760h"),
-        ({**GIVEN, "timeout": 10**4000}, "timeout: must be a duration of at most 8760h"),
         ({**GIVEN, "wait_quiet": "9000h"}, "wait_quiet: must be a duration of at most 8760h"),
-        ({**GIVEN, "distillation": {"timeout": float("inf")}}, "distillation.timeout: must be a finite number"),
         ({**GIVEN, "studies": {"joint": {"patience": float("nan")}}}, "studies.joint.patience: must be a finite"),
         ({**GIVEN, "template": "{a}\ud800"}, r"template: '.ud800' is a control character or half of a pair"),
-        ({**GIVEN, "prompt_column": "\udcff"}, r"prompt_column: '.udcff' is"),
         ({**GIVEN, "system_prompt": "a\x1b[2J"}, r"system_prompt: '.x1b' is"),
-        ({**GIVEN, "experiment": "a\nb"}, "experiment: must be one line"),
-        ({**GIVEN, "model": "a\nb"}, "model: must be one line"),
         ({**GIVEN, "dataset": "a\u202eb"}, "dataset: must be one line"),
         ({**GIVEN, "exact_width": 4}, "give --exact bitwise as well"),
         ({**GIVEN, "study": ("conf_layer",)}, "unknown study 'conf_layer'; did you mean 'conf_layers'"),
         ({**GIVEN, "trials": 0}, "trials: .* greater than or equal to 1 .*0"),
-        ({**GIVEN, "temperature": -1.0}, "temperature"),
         ({**GIVEN, "dtype": "float8"}, "dtype: .*'auto', 'float32', 'bfloat16' or 'float16'"),
         ({**GIVEN, "prompts_per_trial": 8, "tuning_prompts": 4}, "only 4 tuning prompts"),
-        ({**GIVEN, "batch_size": 0}, "batch_size: .* greater than or equal to 1"),
         (
             {**GIVEN, "batch_size": 16, "tuning_prompts": 31},
             "tuning_prompts: 31 make 1 whole batch of 16, and 2 are needed: give 32 or more",
@@ -79,7 +68,6 @@ def test_no_duration_is_endless(value: Any) -> None:
             {**GIVEN, "studies": {"conf_layers": {"patiense": 1}}},
             "studies.conf_layers: unknown key 'patiense'; did you mean 'patience'",
         ),
-        ({**GIVEN, "studies": {"confs": {}}}, "unknown study 'confs'"),
         (
             {**GIVEN, "studies": {"draft_length": {"rules": ["adaedl"]}}},
             "unknown rule 'adaedl'; did you mean 'ada_edl'",
@@ -110,11 +98,6 @@ def test_wrong_files_are_one_line_with_the_file_in_it(tmp_path: Path, text: str,
     assert "\n" not in str(refused.value)
 
 
-def test_a_missing_file_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"no such configuration: nowhere\.yaml"):
-        load_config(Path("nowhere.yaml"), {})
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_shipped_configuration_loads(path: Path) -> None:
     config = load_config(path, {})
@@ -122,16 +105,10 @@ def test_every_shipped_configuration_loads(path: Path) -> None:
     assert (ROOT / config.dataset).is_file()
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "prompts_per_trial", "indices"), [(1, 6, 6), (1, 2, 2), (2, 6, 3), (4, 6, 2), (4, 9, 3), (8, 6, 2)]
-)
+@pytest.mark.parametrize(("batch_size", "prompts_per_trial", "indices"), [(1, 6, 6), (2, 6, 3), (4, 9, 3), (8, 6, 2)])
 def test_a_trial_is_of_whole_batches_and_two_at_least(batch_size: int, prompts_per_trial: int, indices: int) -> None:
     config = SearchConfig(**GIVEN, batch_size=batch_size, prompts_per_trial=prompts_per_trial)
     assert config.samples_per_trial == indices
-
-
-def test_the_experiment_is_named_after_model_and_dataset() -> None:
-    assert SearchConfig(model="meta/Llama-8B", dataset="data/code.jsonl").resolved_experiment() == "Llama-8B-code"
 
 
 def test_rivals_are_searched_only_when_asked_for() -> None:

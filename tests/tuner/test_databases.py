@@ -46,7 +46,7 @@ def test_the_database_of_the_service_holds_its_trials(tmp_path: Path) -> None:
     refuse_unusable_database(f"sqlite:///{path}", what="the storage", tables=TABLES, error=StorageError)
 
 
-@pytest.fixture(params=[0, 0o022, 0o277], ids=["all", "usual", "none"])
+@pytest.fixture(params=[0, 0o277], ids=["all", "none"])
 def umask(request: pytest.FixtureRequest) -> Iterator[None]:
     before = os.umask(request.param)
     yield

@@ -197,14 +197,3 @@ def test_every_table_is_made_by_the_shared_function() -> None:
     folders = ("tuner", "studies", "decoding")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if made.search(path.read_text())]
     assert not found, "use figures_table, facts_grid"
-
-
-def test_names_are_whole_where_there_is_room_and_their_words_everywhere() -> None:
-    word, label = "tiny-model/float32/words/conf_layers_tuned", "calibrated_thompson, warmed up"
-    table = figures_table("", "name", "figure")
-    for name in (word, label):
-        table.add_row(name, "1.00 [0.90, 1.10]")
-    rows = [(word, "1.00"), (label, "1.00")]
-    check_readable(table, rows, width=70)
-    check_readable(table, [(word, "1.00"), ("calibrated_thompson,", "1.00"), ("warmed up", "")], width=50)
-    check_readable(table, rows, width=70)

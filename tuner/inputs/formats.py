@@ -296,7 +296,7 @@ def columns_of(templates: Sequence[Template]) -> frozenset[str]:
 
 
 def turns_format(templates: Sequence[Template]) -> RowFormat:
-    """Return the format of conversations by templates of the user's and the assistant's turns in alternation, none of them blank."""
+    """Return the format of conversations by templates of the user's and the assistant's turns in alternation, none blank."""
 
     def read(row: Mapping[str, Any]) -> Content | LeftOut:
         texts = [template.render(row) for template in templates]

@@ -21,34 +21,13 @@ from tuner.config import SearchConfig
 from tuner.errors import ConfigError
 from tuner.service.contract import SearchRequest, ServiceError
 
-_OF_THE_CLIENT = """
-model revision dataset preset prompt_column template system_prompt group_column category_column
-chat_template max_prompt_tokens tuning_prompts held_out_prompts max_new_tokens seed study trials timeout wait_quiet
-prompts_per_trial finalists stock temperature batch_size dtype runner exact exact_width prefix_reuse distill distillation studies
-"""
-_OF_DISTILLATION = """
-head unrolled_steps exit_layers training_dataset training_column prompts samples temperature prompt_tokens response_tokens steps
-timeout batch_size writing_batch_size learning_rate draft_vocabulary heads_at_once checkpoint_every
-"""
-_OF_STUDIES = """
-max_trials patience rules max_tokens survey_tokens pool_tokens num_surveyed whole_blocks num_drafts kinds exit_layers num_exits
-num_lookups trees bits form confidences skip_ratio lambda_start lambda_step window max_score window_growth_cap tree
-num_texts heads num_promising draft candidates method
-draft_length rule persistent initial_threshold threshold gamma target_acceptance step acceptance_decay threshold_decay keep_last
-forgetting seed costs draft_step look verify prior gain mean spread rounds
-kind exit_layer draft_vocabulary lookup shape leaves least_gain max_leaves skip_attention skip_mlp
-max_ngram min_ngram min_match max_spec_factor min_token_prob
-"""
-OF_THE_CLIENT: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "": frozenset(_OF_THE_CLIENT.split()),
-        "distillation": frozenset(_OF_DISTILLATION.split()),
-        "studies": frozenset(_OF_STUDIES.split()),
-    }
+OF_THE_SERVICE = (
+    *("storage", "tracking_uri", "experiment", "heads", "out", "device", "threads", "workers", "ray"),
+    *("deploy_to", "engine_home", "engine_args"),
 )
-"""Keys that a request may give: of the configuration, of its `distillation`, and of the settings of `studies` at any depth."""
-OF_THE_SERVICE = tuple(name for name in SearchConfig.model_fields if name not in OF_THE_CLIENT[""])
-"""All other keys of a configuration, which the service and its workers decide."""
+"""Keys of a configuration that the service and its workers decide: whatever names a file, a program, an address or a store."""
+FILES_IN_STUDIES = frozenset({"head", "head_sha256"})
+"""Keys of drafts in the settings of studies that name files: no request has them."""
 
 _DURATION: TypeAdapter[float] = TypeAdapter(Duration)
 _COUNT: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(ge=1)])
@@ -119,11 +98,8 @@ def admitted(request: SearchRequest, allowed: Allowed) -> SearchConfig:
         config = validate(SearchConfig, request.config, source="config", error=ConfigError)
     except ConfigError as cause:
         raise ServiceError(str(cause)) from None
-    for part in ("distillation", "studies"):
-        inside = request.config.get(part, {})
-        found = {key for each in inside.values() for key in _keys(each)} if part == "studies" else set(inside)
-        if own := sorted(found - OF_THE_CLIENT[part]):
-            raise ServiceError(f"{part}: {', '.join(own)}: the service and its workers decide this; leave it out")
+    if own := sorted(FILES_IN_STUDIES.intersection(_keys(request.config.get("studies", {})))):
+        raise ServiceError(f"studies: {', '.join(own)}: the service and its workers decide this; leave it out")
     if config.revision is not None and (".." in config.revision or config.revision.startswith("/")):
         raise ServiceError(f"revision: {shortened(config.revision)} is no name of a revision")
     _check_limits(config, request.config, allowed.limits)

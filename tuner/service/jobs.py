@@ -82,7 +82,7 @@ class Jobs:
 
         Raises `TooManyJobsError` if the client has `most` unfinished ones.
         """
-        if self._statuses(job):
+        if self._client.list_workflows(workflow_ids=[job]):
             return False
         self._refuse_crowd(client, most)
         try:
@@ -151,24 +151,13 @@ class Jobs:
             self._queue_again(status)
         return self.find(job)
 
-    def queue_of(self, job: str) -> str:
-        """Return the queue that a job was submitted to."""
-        return _queue(self._status(job))
-
-    def send_back(self, job: str) -> None:
-        """Queue a job again that a worker took and will not run."""
-        self._queue_again(self._status(job))
-
     def _queue_again(self, status: WorkflowStatus) -> None:
-        """Queue a job in its own queue, whatever became of it."""
+        """Queue a job in its own queue, whatever became of it; its trials are in the storage."""
+        queue = str(_attributes(status)[QUEUE])
         if status.status == "ERROR":
-            self._rewind(status)
+            self._client.rewind_workflow(status.workflow_id, start_step=1, queue_name=queue)
         else:
-            self._client.resume_workflow(status.workflow_id, queue_name=_queue(status))
-
-    def _rewind(self, status: WorkflowStatus) -> None:
-        """Queue a failed job again; its trials are in the storage."""
-        self._client.rewind_workflow(status.workflow_id, start_step=1, queue_name=_queue(status))
+            self._client.resume_workflow(status.workflow_id, queue_name=queue)
 
     def note_progress(self, job: str, progress: JobProgress) -> None:
         """Store what a running search says."""
@@ -220,7 +209,7 @@ class Jobs:
             failed = self._client.list_workflows(name=WORKFLOW, status="ERROR", load_output=False)
             waiting = [each for each in failed if _awaits_store(each)]
             for each in waiting:
-                self._rewind(each)
+                self._queue_again(each)
             return [each.workflow_id for each in (*orphans, *waiting)]
 
     def _is_deadly(self, status: WorkflowStatus) -> bool:
@@ -229,11 +218,8 @@ class Jobs:
         self._client.update_workflow_attributes(status.workflow_id, {DEATHS: count}, merge=True)
         return count >= MOST_DEATHS
 
-    def _statuses(self, job: str) -> list[WorkflowStatus]:
-        return self._client.list_workflows(workflow_ids=[job])
-
     def _status(self, job: str) -> WorkflowStatus:
-        found = self._statuses(job)
+        found = self._client.list_workflows(workflow_ids=[job])
         if not found:
             raise UnknownJobError(f"there is no search {job[:100]!r}")
         return found[0]
@@ -266,45 +252,29 @@ def _attributes(status: WorkflowStatus) -> Mapping[str, Any]:
     return status.attributes or {}
 
 
-def _queue(status: WorkflowStatus) -> str:
-    return str(_attributes(status)[QUEUE])
-
-
 def _progress(status: WorkflowStatus) -> JobProgress:
     return JobProgress.model_validate(_attributes(status).get(PROGRESS, {}))
-
-
-def _is_failure(status: WorkflowStatus) -> bool:
-    """Return True for a job that is cancelled because workers die with it."""
-    return status.status == "CANCELLED" and _deaths(status) >= MOST_DEATHS
 
 
 def _deaths(status: WorkflowStatus) -> int:
     return int(_attributes(status).get(DEATHS) or 0)
 
 
-def _config(status: WorkflowStatus) -> Mapping[str, Any]:
-    """Return the configuration of a job."""
-    return status.input["args"][1] if status.input else {}
-
-
 def _job(status: WorkflowStatus) -> SearchJob:
-    config = _config(status)
+    config = status.input["args"][1] if status.input else {}
     progress, error = _progress(status), None if status.error is None else first_line(status.error)
     state = _STATES.get(status.status, JobState.FAILED)
     if _awaits_store(status):
         state = JobState.QUEUED
         progress = progress.model_copy(update={"message": f"waits: {_attributes(status)[OUTAGE]['reason']}"})
         error = None
-    if _is_failure(status):
-        state, error = (
-            JobState.FAILED,
-            f"{MOST_DEATHS} workers died with this search, one after the other: see their logs",
-        )
+    if status.status == "CANCELLED" and _deaths(status) >= MOST_DEATHS:
+        state = JobState.FAILED
+        error = f"{MOST_DEATHS} workers died with this search, one after the other: see their logs"
     return SearchJob(
         id=status.workflow_id,
         state=state,
-        queue=_queue(status),
+        queue=str(_attributes(status)[QUEUE]),
         model=config.get("model", ""),
         dataset=config.get("dataset", ""),
         created_seconds=(status.created_at or 0) / 1000,

@@ -21,7 +21,7 @@ from dbos import DBOS, DBOSPortableJSONSerializer
 
 from decoding.errors import first_line
 from tuner.errors import SearchError, StorageOutageError, TrackingOutageError
-from tuner.service.contract import DEFAULT_QUEUE, JobProgress, JobResult, ServiceError, TableRow
+from tuner.service.contract import DEFAULT_QUEUE, JobProgress, JobResult, TableRow
 from tuner.service.jobs import VERSION, WORKFLOW, Jobs
 from tuner.service.workers import BEAT_SECONDS
 
@@ -128,12 +128,7 @@ class SearchWorker:
             self._watch.workers.remove(self.name)
 
     def _tune(self, job: str, config: dict[str, Any]) -> dict[str, Any]:
-        """Run a search, alone, if it is of the worker's queue. One that a store interrupts is queued again: it may answer later."""
-        if (queue := self._jobs.queue_of(job)) != self.settings.queue:
-            self._jobs.send_back(job)
-            raise ServiceError(
-                f"a search of the queue {queue!r} came to a worker of {self.settings.queue!r}: sent back"
-            )
+        """Run a search alone. One that a store interrupts is queued again: it may answer later."""
         with self._searching:  # a cancelled one still ends its trial when the next one comes
             return self._tune_alone(job, config)
 

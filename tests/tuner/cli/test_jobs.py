@@ -80,9 +80,7 @@ def test_the_profile_and_its_heads_are_fetched_and_again_and_nothing_else_is_wri
     assert "tables \\x1b]0;pwned\\x07\\x1b[2J\\x9b1m\\u202e\nend" in fetched.output
 
 
-@pytest.mark.parametrize(
-    "name", ["conftest.py", "../x.safetensors", "/tmp/x.safetensors", ".safetensors", "a\x1b.safetensors"]
-)
+@pytest.mark.parametrize("name", ["conftest.py", "../x.safetensors", "a\x1b.safetensors"])
 def test_a_profile_that_names_another_file_is_refused(tmp_path: Path, name: str) -> None:
     with answering([name], profile(name)) as address:
         refused = jobs(address, "fetch", JOB, "--out", tmp_path / "profile.yaml")
@@ -177,13 +175,7 @@ def test_what_a_data_set_says_is_printed_visibly(capsys: pytest.CaptureFixture[s
     printed = capsys.readouterr().out
     assert printed.count("\\x1b]0;pwned") == 4
     assert printed.replace("\n", "").isprintable()
-
-
-def test_text_without_control_characters_stays_as_it_is() -> None:
-    text = "Größe 3.00 [2.50, 3.50] 速度\u3000🚀"
-    assert visible(text) == text
-    assert visible("a\nb\tc", lines=True) == "a\nb\\tc"
-    assert visible("a\nb") == "a\\nb"
+    assert visible("Größe 速度\u3000🚀\ta\nb", lines=True) == "Größe 速度\u3000🚀\\ta\nb"
 
 
 def test_keys_are_set_on_the_command_line(tmp_path: Path) -> None:

@@ -26,10 +26,10 @@ from tuner.inputs.models import load
 
 @pytest.mark.parametrize(
     ("flag", "drafts", "has_profile"),
-    [(None, True, True), ("--set=always_draft=yes", True, True), ("--plain", False, False)],
+    [("--set=always_draft=yes", True, True), ("--plain", False, False)],
 )
 def test_a_profile_is_served(
-    flag: str | None, drafts: bool, has_profile: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flag: str, drafts: bool, has_profile: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = save_tiny_checkpoint(tmp_path / "model")
     path = save_profile(tmp_path / "copies.yaml", model, PromptLookup())
@@ -47,7 +47,7 @@ def test_a_profile_is_served(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = ["--port", str(port), "--max-length", "120", *([flag] if flag else [])]
+    flags = ["--port", str(port), "--max-length", "120", flag]
     result = CliRunner().invoke(main, ["serve", str(path), *flags])
     assert result.exit_code == 0, result.output
     assert ("plain decoding" if flag == "--plain" else "prompt lookup") in result.output

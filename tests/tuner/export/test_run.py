@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM
 from transformers.generation import BaseStreamer
 
-from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
+from decoding.drafts import Draft, LayerSkip, Lookup, PlainDecoding, PromptLookup
 from decoding.target import Target
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.heads import write_heads
@@ -75,15 +75,6 @@ def test_what_cannot_be_expressed_is_refused(
     assert not Path("out").exists()
 
 
-def test_dropped_bits_are_written_down(export: Export) -> None:
-    done = export(LayerSkip.blocks((2, 3), bits=8), "vllm", "--drop", "bits")
-    assert done.exit_code == 0, done.output
-    assert (
-        "| draft's weights | int8 | lost | as in the model, as asked (--drop bits) |"
-        in Path("out/LOSSES.md").read_text()
-    )
-
-
 def test_a_lookup_alone_needs_no_draft_folder(export: Export) -> None:
     done = export(PromptLookup(max_ngram=4), "vllm")
     assert done.exit_code == 0, done.output
@@ -114,11 +105,6 @@ def test_an_export_replaces_an_earlier_one_whole_or_not_at_all(export: Export, m
     assert Path("out/draft/model.safetensors").exists()
     assert not Path("out/speculative_config.json").exists()
     assert not [path for path in Path().iterdir() if path.name.startswith(".out")]
-
-
-def test_an_exit_without_a_head_is_a_shorter_model(export: Export) -> None:
-    assert export(EarlyExit(exit_layer=2), "mlx", "--draft-tokens", "3").exit_code == 0
-    assert "--num-draft-tokens 3" in Path("out/launch.sh").read_text()
 
 
 class _Tokens(BaseStreamer):

@@ -39,11 +39,6 @@ def test_ranges_join_what_was_measured(chosen: Mapping[int, int], entries: tuple
         assert [each for first, last, each in found if first <= number <= last] == [tokens]
 
 
-def test_a_schedule_without_measurements_is_no_schedule() -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        join_ranges({})
-
-
 def _schedule(profile: DraftProfile, chosen: dict[int, int], **changes: Any) -> MeasuredSchedule:
     faster = Interval(value=1.25, ci95=(1.1, 1.4))
     loads = tuple(

@@ -140,7 +140,7 @@ class TestConversations:
     def test_empty_and_equal_conversations_are_skipped(self, tmp_path: Path) -> None:
         rows = [messages(("user", " ")), messages(("assistant", "a")), messages(("user", "a"), ("assistant", "b"))]
         path = write(tmp_path / "a.jsonl", [*rows, messages(("user", "a"), ("assistant", "c"))])
-        assert "1 for tuning and 0 held out (2 empty and 1 repeated rows skipped)" in refusal(path, 1, 1)
+        assert "1 for tuning and 0 held out (rows left out: 2 empty; 1 repeated)" in refusal(path, 1, 1)
 
     def test_what_the_template_refuses_is_left_out_and_counted(self, tmp_path: Path) -> None:
         rows = [messages(("assistant", "hello"), ("user", f"a{number}")) for number in range(6)]
@@ -148,8 +148,7 @@ class TestConversations:
         found = draw(path, chat=STRICT_TEMPLATE)
         assert [prompt.text for prompt in found.tuning] == ["User: b"]
         assert "6 refused by the chat template (roles must alternate)" in refusal(path, 1, 1, chat=STRICT_TEMPLATE)
-        notes = [note for note in found.notes if "refuses them" in note]
-        assert all("roles must alternate" in note for note in notes)
+        assert all("roles must alternate" in note for note in found.notes if "refused" in note)
 
     def test_the_split_keeps_groups_and_categories(self, tmp_path: Path) -> None:
         rows = [
@@ -205,10 +204,9 @@ class TestLength:
         assert all(prompt.text.startswith("short") for prompt in (*found.tuning, *found.held_out))
         (note,) = found.notes
         assert note.endswith(
-            "prompts are too long and were left out, as at most 284 fit the model's context of 300 with 16 new ones; "
+            " too long, as at most 284 fit the model's context of 300 with 16 new ones; "
             "--set max_prompt_tokens=284 cuts them from the left"
         )
-        assert note.split(" ", 1)[0] in ("1", "2")
         assert draw(path, 3, 2).notes == ()
 
     def test_cut_prompts_are_counted(self, tmp_path: Path) -> None:
@@ -252,54 +250,28 @@ class TestTemplates:
         path = write(tmp_path / "a.jsonl", [{"prompt": "p", "n": 1}])
         assert told in refusal(path, template=written)
 
-    def test_a_template_replaces_a_presets(self, tmp_path: Path) -> None:
-        path = write(tmp_path / "a.jsonl", [{"question": "1 + 1?", "answer": "2"}])
-        assert rendered(path, preset="gsm8k", chat_template=False) == "Question: 1 + 1?\nAnswer:"
-        assert rendered(path, preset="gsm8k", chat_template=False, template="{question}!") == "1 + 1?!"
-        assert "did you mean 'gsm8k'" in refusal(path, preset="gsm8")
-
-    def test_one_format_only(self) -> None:
-        with pytest.raises(ValueError, match="give one of them"):
-            PromptSettings(template="{a}", prompt_column="a")
-
-
-QUESTIONS = [{"q": f"{number} + 1?", "a": f"{number + 1}"} for number in range(8)]
-
 
 class TestShots:
-    def test_the_first_rows_are_examples_and_no_prompts(self, tmp_path: Path) -> None:
-        path = write(tmp_path / "a.jsonl", QUESTIONS)
-        options = {"template": "Q: {q}\nA:", "answer_template": " {a}", "shots": 2}
-        found = draw(path, 3, 3, **options)
-        examples = "Q: 0 + 1?\nA: 1\n\nQ: 1 + 1?\nA: 2\n\n"
-        assert all(prompt.text.startswith(examples + "Q: ") for prompt in (*found.tuning, *found.held_out))
-        assert {prompt.row for prompt in (*found.tuning, *found.held_out)} == set(range(2, 8))
-        assert "3 for tuning and 3 held out" in refusal(path, 3, 4, **options)
-
-    def test_examples_of_another_dataset(self, tmp_path: Path) -> None:
-        path = write(tmp_path / "a.jsonl", QUESTIONS)
-        train = write(tmp_path / "train.jsonl", [{"q": "", "a": "-"}, {"q": "9 + 9?", "a": "18"}, QUESTIONS[0]])
-        options = {"template": "Q: {q}\nA:", "answer_template": " {a}", "shots_dataset": str(train)}
-        found = draw(path, 7, 0, shots=2, **options)
-        assert found.tuning[0].text.startswith("Q: 9 + 9?\nA: 18\n\nQ: 0 + 1?\nA: 1\n\nQ: ")
-        assert 0 not in {prompt.row for prompt in found.tuning}
-        assert "has only 2 rows with prompt and answer, and 3 are needed" in refusal(path, shots=3, **options)
-        other = write(tmp_path / "other.jsonl", [{"q": "x"}])
-        assert "no column 'a'" in refusal(path, **{**options, "shots_dataset": str(other), "shots": 1})
-
-    def test_answers_are_asked_for(self, tmp_path: Path) -> None:
-        path = write(tmp_path / "a.jsonl", QUESTIONS)
-        assert "give --set answer_template=" in refusal(path, shots=2, template="{q}")
-        chat = write(tmp_path / "b.jsonl", [messages(("user", "a"))])
-        assert "a conversation takes no examples" in refusal(chat, shots=2, answer_template="{a}")
-
     def test_a_local_copy_of_a_preset(self, tmp_path: Path) -> None:
         rows = [{"question": f"{number}?", "answer": f"{number}!"} for number in range(8)]
         path = write(tmp_path / "a.jsonl", rows)
         text = draw(path, preset="gsm8k_5shot").tuning[0].text
         assert text.startswith("Q: 0?\nA: 0!\n\nQ: 1?\nA: 1!\n\n")
         assert text.count("Q: ") == 6
-        assert draw(path, preset="gsm8k_5shot", shots=0).tuning[0].text.count("Q: ") == 1
+        assert "has only 3 rows with prompt and answer, and the preset needs 5" in refusal(
+            write(tmp_path / "few.jsonl", rows[:3]), preset="gsm8k_5shot"
+        )
+        assert "5 repeated" in refusal(path, 4, 0, preset="gsm8k_5shot"), "an example is no prompt"
+        assert draw(path, preset="gsm8k_5shot", template="{question}!").tuning[0].text.count("?!") == 1
+        assert "did you mean 'gsm8k'" in refusal(path, preset="gsm8")
+
+    def test_the_split_of_the_examples_is_the_presets(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "hub").mkdir()
+        write(tmp_path / "hub" / "test.jsonl", [{"question": "9?", "answer": "-"}])
+        write(tmp_path / "hub" / "train.jsonl", [{"question": f"{number}?", "answer": "!"} for number in range(6)])
+        local = load_preset("gsm8k_5shot").model_copy(update={"dataset": str(tmp_path / "hub"), "config": None})
+        monkeypatch.setattr("tuner.inputs.datasets.load_preset", lambda _: local)
+        assert draw(Path("gsm8k_5shot")).tuning[0].text.startswith("Q: 0?\nA: !\n\n")
 
 
 class TestBenchmarks:
@@ -338,19 +310,12 @@ class TestBenchmarks:
             Path("spec_bench")
         )
 
-    @pytest.mark.parametrize("prepared", [True, False])
-    def test_placeholders_of_speed_bench_are_refused(self, prepared: bool, tmp_path: Path) -> None:
+    def test_placeholders_of_speed_bench_are_refused(self, tmp_path: Path) -> None:
         text = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
-        row = messages(("user", text)) if prepared else {"turns": [text]}
-        message = refusal(write(tmp_path / "a.jsonl", [{**row, "category": "coding"}]))
+        message = refusal(write(tmp_path / "a.jsonl", [{"turns": [text], "category": "coding"}]))
         assert "row 0 of the dataset" in message
         assert "prepare.py" in message
         assert "qualitative.jsonl" in message
-
-    def test_speed_bench_as_its_script_writes_it(self, tmp_path: Path) -> None:
-        row = {**messages(("user", "First."), ("user", "Second.")), "category": "coding"}
-        found = draw(write(tmp_path / "qualitative.jsonl", [row])).tuning[0]
-        assert (found.text, found.category) == ("User: First.", "coding")
 
     def test_humaneval_from_its_compressed_file(self, tmp_path: Path) -> None:
         row = {"task_id": "HumanEval/0", "prompt": "def {f}():\n", "canonical_solution": "    x", "test": ""}

@@ -57,9 +57,7 @@ def find(tokenizer: Any, facts: DatasetFacts | None, source: Path | None = None,
     "changed",
     [
         {"columns": PromptSettings(group_column="file")},  # README's
-        {"columns": PromptSettings()},
-        {"seed": 7},
-        {"num_tuning": 3},
+        {"seed": 7, "num_tuning": 3},
     ],
 )
 def test_the_prompts_held_out_are_found_whatever_is_said_of_the_split(

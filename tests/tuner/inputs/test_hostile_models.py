@@ -40,16 +40,13 @@ def refusals(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("command", ["doctor", "search"])
-def test_code_of_a_model_is_not_run_and_nobody_is_asked(command: str, folder: Path, tmp_path: Path) -> None:
+def test_code_of_a_model_is_not_run_and_nobody_is_asked(folder: Path, tmp_path: Path) -> None:
     auto_map = {"AutoModelForCausalLM": "evil.Evil", "AutoConfig": "evil.EvilConfig"}
     change(folder / "config.json", model_type="evil", auto_map=auto_map)
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w1"}\n')
-    data = ["--dataset", str(tmp_path / "prompts.jsonl")] if command == "search" else []
     # A loop of a shell that reads the same input gets the line that is left.
     script = '"$@"; status=$?; read -r line; echo "$status $line"'
-    program = [sys.executable, "-c", "import tuner.cli.launch as l; l.launch()", command, "--model", str(folder), *data]
+    program = [sys.executable, "-c", "import tuner.cli.launch as l; l.launch()", "doctor", "--model", str(folder)]
     done = subprocess.run(
         ["sh", "-c", script, "sh", *program], input="y\n", capture_output=True, text=True, check=False, cwd=ROOT
     )
@@ -87,9 +84,14 @@ def test_a_tokenizer_that_makes_texts_grow(part: str, folder: Path) -> None:
         load(str(folder))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("value", "name", "dtype"),
+    [
+        (float("nan"), "model.embed_tokens.weight", "float32"),
+        (float("inf"), "model.layers.1.mlp.down_proj.weight", "bfloat16"),
+        (-float("inf"), "model.embed_tokens.weight", "float16"),
+    ],
+)
 def test_weights_that_are_no_numbers(value: float, name: str, dtype: str, folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights[name] = weights[name].clone()

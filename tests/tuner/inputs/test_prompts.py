@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from tuner.errors import DatasetError
 from tuner.fields import PromptSettings
 from tuner.inputs.datasets import open_table
 from tuner.inputs.encoding import PromptEncoder, encode_prompt
-from tuner.inputs.formats import Content, Template
+from tuner.inputs.formats import Content
 from tuner.inputs.presets import Preset, load_preset, preset_names
 from tuner.inputs.prompts import PromptSet, load_prompts
 
@@ -96,17 +94,12 @@ class TestFiles:
         ("name", "content", "expected"),
         [
             ("a.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "cannot read the dataset file"),
-            ("a.json", b"[1, 2", "cannot read the dataset file"),
             ("a.jsonl", bytes(range(256)) * 8, "begins with"),
-            ("a.csv", b'prompt,b\n1,2\n1,2,3\n"', "cannot read the dataset file"),
             ("a.csv", bytes(range(128, 256)) * 8, "cannot read the dataset file"),
             ("a.parquet", b"PAR1 is not enough", "cannot read the dataset file"),
             ("a.txt", b"\xff\xfe\x00", "cannot read the dataset file"),
             ("a.jsonl", b"", "is empty"),
-            ("a.txt", b"", "is empty"),
-            ("a.jsonl", b"\n\n", "no data"),
             ("a.jsonl", b'null\n{"prompt": "a"}\n', "begins with 'null'"),
-            ("a.json", b" null", "begins with 'null'"),
             ("a.xml", b"<a/>", "valid: .csv, .json, .jsonl, .parquet, .txt"),
         ],
     )
@@ -126,8 +119,6 @@ class TestFiles:
         assert capfd.readouterr() == ("", "")
 
     def test_a_file_has_no_split(self, tmp_path: Path, tokenizer: Any) -> None:
-        with pytest.raises(DatasetError, match="no splits"):
-            open_table(str(prompts_file(tmp_path)), split="test")
         assert "no splits" in refusal(f"{prompts_file(tmp_path)}@test", tokenizer)
 
 
@@ -141,15 +132,13 @@ class TestFolders:
     def test_saved_splits(self, tmp_path: Path, tokenizer: Any) -> None:
         parts = {split: datasets.Dataset.from_dict({"prompt": [f"{split} {word}" for word in WORDS]}) for split in "ab"}
         datasets.DatasetDict(parts).save_to_disk(folder := tmp_path / "saved")
-        for table in (open_table(f"{folder}@b"), open_table(str(folder), split="b")):
-            assert table.name == f"{folder}@b"
-            assert all(text.startswith("b ") for text in table.values("prompt"))
+        table = open_table(f"{folder}@b")
+        assert table.name == f"{folder}@b"
+        assert all(text.startswith("b ") for text in table.values("prompt"))
         assert "valid: a, b" in refusal(f"{folder}@c", tokenizer)
         assert "several splits" in refusal(folder, tokenizer)
         datasets.DatasetDict().save_to_disk(tmp_path / "none")
         assert "no splits" in refusal(tmp_path / "none", tokenizer)
-        with pytest.raises(DatasetError, match="another split"):
-            open_table(f"{folder}@a", split="b")
 
     def test_the_default_split_is_test(self, tmp_path: Path, tokenizer: Any) -> None:
         for split in ("train", "test"):
@@ -168,14 +157,6 @@ class TestFolders:
         assert "has several configs: name one as" in refusal(folder, tokenizer)
         assert "did you mean 'main'? valid: main, other" in refusal(f"{folder}:mian", tokenizer)
         assert "['test', 'train']" in refusal(f"{folder}:main@validation", tokenizer)
-
-    def test_a_relative_folder_named_like_a_builder(
-        self, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (tmp_path / "json").mkdir()
-        prompts_file(tmp_path / "json")
-        monkeypatch.chdir(tmp_path)
-        assert load("json", tokenizer).name == "json@train"
 
     def test_damaged(self, tmp_path: Path, tokenizer: Any) -> None:
         datasets.Dataset.from_dict({"prompt": WORDS}).save_to_disk(folder := tmp_path / "saved")
@@ -200,9 +181,8 @@ def hub_folder(folder: Path, configs: dict[str, list[str]], columns: dict[str, A
 
 
 class TestHub:
-    @pytest.mark.parametrize("source", ["no/such", "no/such:config@split", "gsm8k"])
-    def test_offline(self, source: str, tokenizer: Any, capfd: pytest.CaptureFixture[str]) -> None:
-        message = refusal(source, tokenizer)
+    def test_offline(self, tokenizer: Any, capfd: pytest.CaptureFixture[str]) -> None:
+        message = refusal("no/such:config@split", tokenizer)
         assert "cannot read the hub dataset" in message
         assert "Couldn't reach" in message
         assert capfd.readouterr() == ("", "")
@@ -226,14 +206,9 @@ class TestHub:
             ("EdinburghNLP/xsum", None, "train", "refs/convert/parquet"),
         ]
 
-    @pytest.mark.parametrize(
-        "source", ["gsm8", "no/such/place", "data/missing.jsonl", "", " ", "x" * 5000, "/nowhere/at/all"]
-    )
+    @pytest.mark.parametrize("source", ["gsm8", "no/such/place", "data/missing.jsonl", " ", "x" * 5000])
     def test_no_such_dataset(self, source: str, tokenizer: Any) -> None:
         assert f"no such dataset {source!r}" in refusal(source, tokenizer)
-
-    def test_the_nearest_preset_is_named(self, tokenizer: Any) -> None:
-        assert "did you mean 'gsm8k'?" in refusal("gsm8", tokenizer)
 
 
 ALPACA_INTRO = (
@@ -294,98 +269,45 @@ PRESET_ROWS: dict[str, tuple[dict[str, Any], str]] = {
         "Article: News.\n\nSummarize the article above in one sentence.\nSummary:",
     ),
 }
-EXAMPLE_COLUMNS = ("question", "article")
 """Columns that tell the examples of the presets with shots apart."""
 
 
-def preset_folder(folder: Path, name: str, row: dict[str, Any]) -> Preset:
-    """Write one row in the schema of a preset's dataset, and examples if it has any; return the preset that reads them."""
-    preset = load_preset(name)
-    columns = {column: [value] for column, value in row.items()}
-    hub = hub_folder(folder, {preset.config or "default": [preset.split, "other"]}, columns)
-    if preset.shots_split is not None:
-        solved = [
-            {
-                column: f"example {number} {value}" if column in EXAMPLE_COLUMNS else value
-                for column, value in row.items()
-            }
-            for number in range(6)
-        ]
-        path = hub / (preset.config or "default") / f"{preset.shots_split}-00000-of-00001.parquet"
-        datasets.Dataset.from_list(solved).to_parquet(path)
-        readme = (hub / "README.md").read_text()
-        other = json.dumps({"split": "other", "path": f"{preset.config or 'default'}/other-*"})
-        train = {"split": preset.shots_split, "path": f"{preset.config or 'default'}/{preset.shots_split}-*"}
-        (hub / "README.md").write_text(readme.replace(other, f"{other}, {json.dumps(train)}"))
-    return preset.model_copy(update={"dataset": str(hub)})
+def solved(row: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return a row of the same kind, told apart by its question."""
+    return {
+        name: f"example {number} {value}" if name in ("question", "article") else value for name, value in row.items()
+    }
 
 
 class TestPresets:
-    def test_every_preset_is_tested(self) -> None:
+    def test_every_preset_makes_its_prompt_of_a_row(self, tmp_path: Path, tokenizer: Any) -> None:
         assert preset_names() == sorted(PRESET_ROWS)
-
-    @pytest.mark.parametrize("name", sorted(PRESET_ROWS))
-    def test_a_preset_reads_its_columns_and_split(
-        self, name: str, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        row, prompt = PRESET_ROWS[name]
-        preset = load_preset(name)
-        local = preset_folder(tmp_path / "hub", name, row)
-        monkeypatch.setattr("tuner.inputs.datasets.load_preset", lambda _: local)
-        prompts = load(name, tokenizer, 1, 0, context_length=4096)
-        assert texts(prompts) == [prompt]
-        assert prompts.name == f"{name}@{preset.split}"
-        assert load(f"{name}@other", tokenizer, 1, 0, context_length=4096).name == f"{name}@other"
-        assert "has its own config" in refusal(f"{name}:other", tokenizer)
-
-    def test_the_long_template_is_tried_first(self) -> None:
-        long, short = load_preset("alpaca_bare").templates
-        assert long.render({"instruction": "Sort.", "input": "3 1 2"}) == "Sort.\n\n3 1 2"
-        assert long.render({"instruction": "Sort.", "input": None}) == ""
-        assert short.render({"instruction": "Sort.", "input": None}) == "Sort."
-
-    def test_a_prompt_column_overrides_the_template(
-        self, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        folder = hub_folder(tmp_path / "hub", {"main": ["test"]}, {"question": ["q"], "answer": ["a"]})
-        local = load_preset("gsm8k").model_copy(update={"dataset": str(folder)})
-        monkeypatch.setattr("tuner.inputs.datasets.load_preset", lambda _: local)
-        assert texts(load("gsm8k", tokenizer, 1, 0, prompt_column="answer")) == ["a"]
-
-    def test_a_missing_column_is_named(self, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        folder = hub_folder(tmp_path / "hub", {"main": ["test"]}, {"problem": ["q"]})
-        local = load_preset("gsm8k").model_copy(update={"dataset": str(folder)})
-        monkeypatch.setattr("tuner.inputs.datasets.load_preset", lambda _: local)
-        assert "no column 'question'; its columns are problem" in refusal("gsm8k", tokenizer)
+        for name, (row, prompt) in PRESET_ROWS.items():
+            examples = [solved(row, number) for number in range(load_preset(name).shots)]
+            path = write_jsonl(tmp_path / f"{name}.jsonl", [*examples, row])
+            assert texts(load(path, tokenizer, 1, 0, preset=name, context_length=4096)) == [prompt], name
 
     @pytest.mark.parametrize(
         "wrong",
         [
             {"template": "{question"},
             {"template": "{question!r}"},
-            {"template": "{question:>9}"},
-            {"template": "{question.__class__}"},
-            {"template": "{}"},
-            {"template": "{answer}"},
-            {"columns": ["question", "answer"]},
-            {"columns": []},
-            {"colums": ["question"]},
+            {"template": None, "turns": ["{question}", "{answer}"]},
+            {"shots": 1},
+            {"answer_template": "{answer}"},
+            {"temlate": "{question}"},
         ],
     )
     def test_invalid_presets_are_refused(self, wrong: dict[str, Any]) -> None:
-        right = {"description": "-", "dataset": "-", "split": "-", "columns": ["question"], "template": "{question}"}
+        right = {"description": "-", "dataset": "-", "split": "-", "template": "{question}"}
         Preset.model_validate(right)
-        with pytest.raises(ValueError, match=r"template|colum"):
+        with pytest.raises(ValueError, match=r"template|temlate|turns"):
             Preset.model_validate({**right, **wrong})
-
-    def test_double_braces_are_braces(self) -> None:
-        assert Template.parse("{{{a[0][x]}}}").render({"a": [{"x": "1"}]}) == "{1}"
 
 
 class TestColumns:
-    @pytest.mark.parametrize("column", ["text", "question", "instruction"])
-    def test_guessed(self, column: str, tmp_path: Path, tokenizer: Any) -> None:
-        path = write_jsonl(tmp_path / "a.jsonl", [{"id": "x", column: word} for word in WORDS])
+    def test_guessed(self, tmp_path: Path, tokenizer: Any) -> None:
+        path = write_jsonl(tmp_path / "a.jsonl", [{"id": "x", "question": word} for word in WORDS])
         assert set(texts(load(path, tokenizer))) <= set(WORDS)
 
     def test_not_guessed(self, tmp_path: Path, tokenizer: Any) -> None:
@@ -419,20 +341,13 @@ class TestDraw:
         assert texts(first) != texts(other)
         assert not {p.row for p in first.tuning} & {p.row for p in first.held_out}
 
-    def test_the_fingerprint_depends_on_the_token_ids_alone(self, tmp_path: Path, tokenizer: Any) -> None:
-        (folder := tmp_path / "other").mkdir()
-        one, same = load(prompts_file(tmp_path), tokenizer), load(prompts_file(folder), tokenizer)
-        assert one.name != same.name
-        assert one.fingerprint == same.fingerprint
-        assert one.fingerprint != load(prompts_file(tmp_path), tokenizer, 3, 1).fingerprint
-
     def test_every_order_of_rows_is_equally_likely(self, tmp_path: Path, tokenizer: Any) -> None:
         path = prompts_file(tmp_path, WORDS[:3])
         orders = Counter(
-            tuple(prompt.row for prompt in load(path, tokenizer, 3, 0, seed=seed).tuning) for seed in range(120)
+            tuple(prompt.row for prompt in load(path, tokenizer, 3, 0, seed=seed).tuning) for seed in range(60)
         )
         assert set(orders) == set(itertools.permutations(range(3)))
-        assert min(orders.values()) >= 8  # 20 are expected of each
+        assert min(orders.values()) >= 3  # 10 are expected of each
 
     def test_empty_and_repeated_rows_are_skipped(self, tmp_path: Path, tokenizer: Any) -> None:
         path = write_jsonl(
@@ -440,7 +355,7 @@ class TestDraw:
         )
         assert sorted(texts(load(path, tokenizer, 2, 1))) == ["a", "b", "c"]
         message = refusal(path, tokenizer, num_tuning=2, num_held_out=2)
-        assert "2 for tuning and 1 held out (3 empty and 2 repeated rows skipped), but 2 and 2" in message
+        assert "2 for tuning and 1 held out (rows left out: 3 empty; 2 repeated), but 2 and 2" in message
 
     def test_only_what_is_needed_is_tokenized(
         self, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
@@ -452,11 +367,11 @@ class TestDraw:
             return list(content.text.encode())
 
         monkeypatch.setattr(PromptEncoder, "encode", encode)
-        path = prompts_file(tmp_path, [f"prompt {number}" for number in range(5000)])
+        path = prompts_file(tmp_path, [f"prompt {number}" for number in range(500)])
         load(path, tokenizer, 3, 4)
         assert len(encoded) == 7
 
-    @pytest.mark.parametrize("seed", range(5))
+    @pytest.mark.parametrize("seed", range(2))
     def test_no_group_in_both_parts(self, seed: int, tmp_path: Path, tokenizer: Any) -> None:
         sizes = {"a": 9, "b": 1, "c": 1, "d": 4, "e": 2}
         rows = [{"prompt": f"{file} {n}", "file": file} for file, size in sizes.items() for n in range(size)]
@@ -473,14 +388,10 @@ class TestDraw:
         assert "no column 'fiel'; its columns are prompt, file, tags" in refusal(path, tokenizer, group_column="fiel")
         assert "holds list" in refusal(path, tokenizer, group_column="tags")
 
-    def test_sizes_out_of_range(self, tmp_path: Path, tokenizer: Any) -> None:
-        assert "got 0 and 2" in refusal(prompts_file(tmp_path), tokenizer, num_tuning=0)
-
 
 class TestCategories:
-    @pytest.mark.parametrize("column", ["category", "task", "subset"])
-    def test_found_without_being_named(self, column: str, tmp_path: Path, tokenizer: Any) -> None:
-        rows = [{"prompt": word, column: f"kind {number % 3}"} for number, word in enumerate(WORDS)]
+    def test_found_without_being_named(self, tmp_path: Path, tokenizer: Any) -> None:
+        rows = [{"prompt": word, "task": f"kind {number % 3}"} for number, word in enumerate(WORDS)]
         prompts = load(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, 4, 4, num_spare=4)
         everything = (*prompts.tuning, *prompts.held_out, *prompts.spare)
         assert [prompt.category for prompt in everything] == [f"kind {prompt.row % 3}" for prompt in everything]
@@ -510,21 +421,13 @@ class TestCategories:
         assert load(path, tokenizer).tuning[0].category is None
         assert "holds lists or mappings" in refusal(path, tokenizer, category_column="tags")
 
-    def test_categories_change_neither_parts_nor_fingerprint(self, tmp_path: Path, tokenizer: Any) -> None:
-        without = load(prompts_file(tmp_path), tokenizer)
-        rows = [{"prompt": word, "category": str(number)} for number, word in enumerate(WORDS)]
-        labelled = load(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer)
-        assert labelled.fingerprint == without.fingerprint
-        assert texts(labelled) == texts(without)
-
 
 class TestSpare:
     """Prompts outside the two parts, for training heads."""
 
-    @pytest.mark.parametrize("seed", range(5))
-    def test_spare_prompts_do_not_change_the_parts(self, seed: int, tmp_path: Path, tokenizer: Any) -> None:
+    def test_spare_prompts_do_not_change_the_parts(self, tmp_path: Path, tokenizer: Any) -> None:
         path = prompts_file(tmp_path)
-        without, some, all_of_them = (load(path, tokenizer, 4, 5, seed=seed, num_spare=spare) for spare in (0, 3, 100))
+        without, some, all_of_them = (load(path, tokenizer, 4, 5, num_spare=spare) for spare in (0, 3, 100))
         assert without.spare == ()
         for more in (some, all_of_them):
             assert (more.tuning, more.held_out, more.fingerprint) == (
@@ -536,21 +439,13 @@ class TestSpare:
         rows = [prompt.row for prompt in (*all_of_them.tuning, *all_of_them.held_out, *all_of_them.spare)]
         assert sorted(rows) == list(range(20))
 
-    @pytest.mark.parametrize("seed", range(5))
-    def test_no_spare_prompt_is_in_a_held_out_group(self, seed: int, tmp_path: Path, tokenizer: Any) -> None:
+    def test_no_spare_prompt_is_in_a_held_out_group(self, tmp_path: Path, tokenizer: Any) -> None:
         rows = [{"prompt": f"number {number}", "file": number % 12} for number in range(40)]
         path = write_jsonl(tmp_path / "a.jsonl", rows)
-        prompts = load(path, tokenizer, 6, 6, seed=seed, num_spare=100, group_column="file")
+        prompts = load(path, tokenizer, 6, 6, num_spare=100, group_column="file")
         held_out = {rows[prompt.row]["file"] for prompt in prompts.held_out}
         expected = {index for index, row in enumerate(rows) if row["file"] not in held_out}
         assert {prompt.row for prompt in (*prompts.tuning, *prompts.spare)} == expected
-        assert prompts == load(path, tokenizer, 6, 6, seed=seed, num_spare=100, group_column="file")
-
-    def test_spare_prompts_do_not_repeat_a_prompt(self, tmp_path: Path, tokenizer: Any) -> None:
-        path = prompts_file(tmp_path, [*"abcde", *"abcde", "", "abcde"])
-        prompts = load(path, tokenizer, 2, 2, num_spare=100)
-        assert len(prompts.spare) == 2
-        assert len(set(texts(prompts)) | {prompt.text for prompt in prompts.spare}) == 6
 
     def test_spare_prompts_that_do_not_fit_are_skipped(self, tmp_path: Path, tokenizer: Any) -> None:
         short = prompts_file(tmp_path, list("abcd"))
@@ -563,11 +458,6 @@ class TestSpare:
 
 
 class TestTokens:
-    def test_special_tokens_are_the_tokenizers(self, tmp_path: Path, tokenizer: Any) -> None:
-        prompt = load(prompts_file(tmp_path), tokenizer).tuning[0]
-        assert list(prompt.token_ids) == tokenizer(prompt.text)["input_ids"]
-        assert prompt.token_ids[0] == BOS
-
     def test_chat_template(self, tmp_path: Path, tokenizer: Any) -> None:
         tokenizer.chat_template = CHAT_TEMPLATE
         path = prompts_file(tmp_path)
@@ -607,27 +497,9 @@ class TestTokens:
         assert long.endswith(by_length[1].text)
         assert list(by_length[1].token_ids) == encode_prompt(by_length[1].text, tokenizer)
 
-    def test_nothing_left_after_the_cut(self, tmp_path: Path, tokenizer: Any) -> None:
-        assert "leaves no room" in refusal(prompts_file(tmp_path), tokenizer, max_prompt_tokens=1)
-
     def test_limits_that_contradict_the_context(self, tmp_path: Path, tokenizer: Any) -> None:
         path = prompts_file(tmp_path)
         assert "at most 496 fit" in refusal(path, tokenizer, max_prompt_tokens=497)
         assert "must be less than 16" in refusal(path, tokenizer, context_length=16)
         with pytest.raises(ValueError, match="greater than or equal to 1"):
             PromptSettings(max_prompt_tokens=0)
-
-
-class TestQuietness:
-    def test_nothing_is_printed(self, tmp_path: Path, tokenizer: Any, capfd: pytest.CaptureFixture[str]) -> None:
-        datasets.Dataset.from_dict({"prompt": WORDS}).with_format("numpy").save_to_disk(tmp_path / "saved")
-        capfd.readouterr()
-        load(prompts_file(tmp_path), tokenizer)
-        load(tmp_path / "saved", tokenizer)
-        (tmp_path / "broken.jsonl").write_text("{")
-        refusal(tmp_path / "broken.jsonl", tokenizer)
-        assert capfd.readouterr() == ("", "")
-
-    def test_datasets_is_imported_late(self) -> None:
-        code = "import sys, tuner.inputs.prompts; sys.exit('datasets' in sys.modules)"
-        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

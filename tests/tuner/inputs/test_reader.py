@@ -60,8 +60,7 @@ def prompts(source: Path | str) -> list[Any]:
 
 
 class TestLimits:
-    @pytest.mark.parametrize("depth", [40, 10_000, 100_000, 1_000_000])
-    @pytest.mark.parametrize("ending", ["jsonl", "json"])
+    @pytest.mark.parametrize(("depth", "ending"), [(40, "jsonl"), (1_000_000, "json")])
     def test_nesting(self, depth: int, ending: str, tmp_path: Path) -> None:
         path = tmp_path / f"deep.{ending}"
         path.write_text('{"prompt": ' + "[" * depth + "]" * depth + "}")
@@ -79,23 +78,19 @@ class TestLimits:
         assert prompts(path) == [row["prompt"] for row in ROWS]
 
     @pytest.mark.usefixtures("_limits")
-    @pytest.mark.parametrize("letters", [2**20, 3 * 2**28])
-    def test_a_line_that_unpacks(self, letters: int, tmp_path: Path) -> None:
+    def test_a_line_that_unpacks(self, tmp_path: Path) -> None:
         path = tmp_path / "bomb.jsonl.gz"
         with gzip.open(path, "wb", 1) as file:
             file.write(b'{"prompt": "')
-            for _ in range(letters // 2**18):
+            for _ in range(3 * 2**10):
                 file.write(b"a" * 2**18)
             file.write(b'"}\n')
-        if letters == 2**20:
-            assert prompts(path) == ["a" * 2**20]
-        else:
-            assert "cannot" in refusal(path)
+        assert "cannot" in refusal(path)
 
     def test_a_row_that_no_prompt_has(self, tmp_path: Path) -> None:
         assert "row 1 of the dataset" in refusal(write(tmp_path / "a.jsonl", [ROWS[0], {"prompt": "a" * 2**25}]))
 
-    @pytest.mark.parametrize("ending", ["csv", "jsonl", "json", "parquet"])
+    @pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
     def test_columns(self, ending: str, tmp_path: Path) -> None:
         path = tmp_path / f"wide.{ending}"
         columns = [f"c{number}" for number in range(12_000)]
@@ -103,8 +98,6 @@ class TestLimits:
             path.write_text(",".join(columns) + "\n" + ",".join("1" for _ in columns) + "\n")
         elif ending == "jsonl":
             write(path, [dict.fromkeys(columns, 1)])
-        elif ending == "json":
-            path.write_text(json.dumps([dict.fromkeys(columns, 1)]))
         else:
             parquet.write_table(pyarrow.table({name: [1] for name in columns}), path)
         assert "12000 columns, and at most 10000 are read" in refusal(path)
@@ -175,39 +168,38 @@ def address() -> Iterator[tuple[str, list[str]]]:
 
 
 class TestFoldersOfOthers:
-    @pytest.fixture(autouse=True)
+    @pytest.fixture
     def _online(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         READER.close()
         monkeypatch.delenv("HF_HUB_OFFLINE")
         yield
         READER.close()
 
-    @pytest.mark.parametrize(
-        "written",
-        [
-            "data_files: {secret}",
-            "data_files: ../elsewhere/secret.jsonl",
-            "data_files: '../*/*.jsonl'",
-            "data_files: file://{secret}",
-            "data_files: zip://*::file://{secret}",
-            "data_files: {address}/x.jsonl",
-            "data_files: [{{split: train, path: '{address}/x.jsonl'}}]",
-            "data_files: hf://datasets/owner/name/x.jsonl",
-            "data_dir: ../elsewhere",
-            "data_dir: {secret.parent}",
-        ],
-    )
+    @pytest.mark.usefixtures("_online")
     def test_the_card_of_a_folder_is_not_read(
-        self, written: str, tmp_path: Path, secret: Path, address: tuple[str, list[str]]
+        self, tmp_path: Path, secret: Path, address: tuple[str, list[str]]
     ) -> None:
-        write(tmp_path / "folder" / "a.jsonl")
-        entry = written.format(secret=secret, address=address[0])
-        (tmp_path / "folder" / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  {entry}\n---\n")
-        (tmp_path / "folder" / "dataset_infos.json").write_text(
-            json.dumps({"default": {"download_checksums": {address[0]: {}}}})
-        )
-        (tmp_path / "folder" / "folder.py").write_text("open('executed', 'w')")
-        assert prompts(tmp_path / "folder") == [row["prompt"] for row in ROWS]
+        for number, written in enumerate(
+            (
+                "data_files: {secret}",
+                "data_files: ../elsewhere/secret.jsonl",
+                "data_files: '../*/*.jsonl'",
+                "data_files: file://{secret}",
+                "data_files: zip://*::file://{secret}",
+                "data_files: {address}/x.jsonl",
+                "data_files: [{{split: train, path: '{address}/x.jsonl'}}]",
+                "data_files: hf://datasets/owner/name/x.jsonl",
+                "data_dir: ../elsewhere",
+                "data_dir: {secret.parent}",
+            )
+        ):
+            folder = write(tmp_path / str(number) / "a.jsonl").parent
+            entry = written.format(secret=secret, address=address[0])
+            (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  {entry}\n---\n")
+            infos = {"default": {"download_checksums": {address[0]: {}}}}
+            (folder / "dataset_infos.json").write_text(json.dumps(infos))
+            (folder / f"{number}.py").write_text("open('executed', 'w')")
+            assert prompts(folder) == [row["prompt"] for row in ROWS]
         assert address[1] == []
 
     def test_links_that_leave_the_folder(self, tmp_path: Path, secret: Path) -> None:
@@ -220,12 +212,11 @@ class TestFoldersOfOthers:
         assert "no config 'c'" in refusal(f"{tmp_path / 'folder'}:c")
         assert "no config '..'" in refusal(f"{tmp_path / 'folder'}:..")
 
-    @pytest.mark.parametrize("file", ["../elsewhere/x.arrow", "/elsewhere/x.arrow", "http://127.0.0.1:9/x.arrow"])
-    def test_the_state_of_a_saved_dataset_is_not_read(self, file: str, tmp_path: Path) -> None:
+    def test_the_state_of_a_saved_dataset_is_not_read(self, tmp_path: Path) -> None:
         datasets.Dataset.from_list(ROWS).save_to_disk(folder := tmp_path / "saved")
         datasets.Dataset.from_list([{"prompt": "SECRET"}]).save_to_disk(other := tmp_path / "elsewhere")
         state = json.loads((folder / "state.json").read_text())
-        (folder / "state.json").write_text(json.dumps({**state, "_data_files": [{"filename": file}]}))
+        (folder / "state.json").write_text(json.dumps({**state, "_data_files": [{"filename": "../elsewhere/x.arrow"}]}))
         assert prompts(folder) == [row["prompt"] for row in ROWS]
         next(folder.glob("*.arrow")).unlink()
         (folder / "data-00000-of-00001.arrow").symlink_to(next(other.glob("*.arrow")))
@@ -240,6 +231,7 @@ class TestFoldersOfOthers:
         assert "has '::' in its name" in refusal(write(tmp_path / "zip::a.jsonl"))
         assert "has '::' in its name" in refusal(write(tmp_path / "folder" / f"x::{secret.name}").parent)
 
+    @pytest.mark.usefixtures("_online")
     def test_images_are_not_opened(self, tmp_path: Path, secret: Path, address: tuple[str, list[str]]) -> None:
         schema = datasets.Features({"prompt": datasets.Image()}).arrow_schema
         places = [{"bytes": None, "path": str(secret)}, {"bytes": None, "path": f"{address[0]}/x.png"}]
@@ -255,10 +247,8 @@ class TestFoldersOfOthers:
     [
         ("/etc/passwd", "hf://datasets/owner/name@main"),
         ("../other/x", "hf://datasets/owner/name@main"),
-        ("http://127.0.0.1:9/x", "hf://datasets/owner/name@main"),
         ("zip://*::http://127.0.0.1:9/x", "hf://datasets/owner/name@main"),
         ("hf://datasets/owner/name@main/../../other/x", "hf://datasets/owner/name@main"),
-        ("hf://datasets/other/name@main/x", "hf://datasets/owner/name@main"),
         ("passwd", "/etc"),
         ("x", "hf://datasets/owner/name@main/../../other"),
     ],

@@ -21,7 +21,7 @@ from tests.support.service import listening
 from tuner.cli.jobs import _line
 from tuner.service.admission import Allowed, limits_of
 from tuner.service.app import MAX_BODY_BYTES, ServiceSettings, create_service
-from tuner.service.contract import JobProgress, JobState, SearchJob, SearchRequest
+from tuner.service.contract import JobProgress, JobState, SearchJob
 from tuner.service.jobs import Jobs
 from tuner.service.page import jobs_page
 
@@ -99,32 +99,15 @@ def test_a_client_has_a_limited_number_of_unfinished_searches(
     jobs.close()
 
 
-def test_data_set_with_other_contents_is_another_job(client: TestClient, folder: Path) -> None:
-    before = client.post("/v1/searches", json=_body(folder, seed=3)).json()["id"]
-    prompts = folder / "prompts.jsonl"
-    old = prompts.read_text()
-    prompts.write_text('{"prompt": "b"}\n')
-    after = client.post("/v1/searches", json=_body(folder, seed=3)).json()["id"]
-    prompts.write_text(old)
-    assert before != after
-
-
 @pytest.mark.parametrize(
     ("config", "why"),
     [
         ({"model": "org/other"}, "model: 'org/other' is not on the list"),
-        ({"model": "{folder}/secret"}, "is not on the list"),
-        ({"model": "{folder}/models/../secret"}, "is not on the list"),
         ({"model": "{folder}/models/link"}, "is not on the list"),
-        ({"model": "a\x00b"}, "is a control character"),
-        ({"dataset": "{folder}/models/a"}, "dataset: "),
-        ({"shots_dataset": "/etc/passwd"}, "dataset: '/etc/passwd' is not on the list"),
         ({"distillation": {"training_dataset": "/etc/passwd"}}, "dataset: '/etc/passwd' is not on the list"),
         ({"out": "/etc/passwd"}, "out: the service and its workers decide this"),
         ({"storage": "sqlite:///x", "heads": "x"}, "heads, storage: the service and its workers decide this"),
-        ({"workers": 4, "ray": "auto"}, "ray, workers: the service and its workers decide this"),
         ({"trust_remote_code": True}, "trust_remote_code"),
-        ({"trials": -1}, "trials"),
     ],
 )
 def test_what_is_not_accepted_is_a_problem_in_one_line(
@@ -142,10 +125,8 @@ def test_what_is_not_accepted_is_a_problem_in_one_line(
     ("method", "path", "content", "status"),
     [
         ("POST", "/v1/searches", b"{", 422),
-        ("POST", "/v1/searches", b'{"config": 1}', 422),
         ("GET", "/v1/searches/0123456789abcdef", b"", 404),
         ("GET", "/v1/searches/0123456789abcdef/events", b"", 404),
-        ("POST", "/v1/searches/0123456789abcdef/cancel", b"", 404),
         ("GET", "/v1/searches/..%2F..", b"", 404),
         ("GET", "/v1/searches/x", b"", 422),
         ("DELETE", "/v1/searches", b"", 405),
@@ -222,12 +203,6 @@ def test_metrics_count_searches_and_workers(client: TestClient, jobs: Jobs) -> N
     text = client.get("/metrics").text
     assert 'sdtune_searches{state="queued"}' in text
     assert 'sdtune_searches{state="failed"} 0.0' in text
-
-
-def test_openapi_names_every_path(client: TestClient) -> None:
-    paths = client.get("/openapi.json").json()["paths"]
-    assert {"/v1/searches", "/v1/searches/{job}/events", "/v1/workers", "/health", "/metrics"} <= set(paths)
-    assert SearchRequest.model_json_schema()["properties"].keys() == {"config", "queue"}
 
 
 def test_half_a_request_is_closed_without_a_word_in_the_log(

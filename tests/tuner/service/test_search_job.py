@@ -133,14 +133,6 @@ def test_a_search_waits_for_a_store_that_is_away(tmp_path: Path, jobs: Jobs) -> 
         assert trouble.num_run == 4
 
 
-def test_a_search_that_waits_for_a_store_can_be_cancelled(tmp_path: Path, jobs: Jobs) -> None:
-    with working(tmp_path, jobs, Troubled(TrackingOutageError("away")), beat=60.0):
-        jobs.submit("0123456789abcdef", {"model": "m", "dataset": "d"}, "default")
-        until(lambda: jobs.find("0123456789abcdef").progress.message == "waits: away")
-        assert jobs.cancel("0123456789abcdef").state is JobState.FAILED
-        assert jobs.take_over() == []
-
-
 class Counted:
     """Jobs that last until they are let go, and the most of them that ran at a time."""
 
@@ -176,8 +168,8 @@ def test_cancel_and_resume_keep_the_queue(tmp_path: Path, jobs: Jobs) -> None:
     assert {jobs.find(job).state for job in elsewhere} == {JobState.QUEUED}
 
 
-def test_a_worker_never_runs_two_searches_at_once_whatever_queue_they_come_from(tmp_path: Path, jobs: Jobs) -> None:
-    first, second, third, stray = (str(digit) * 16 for digit in range(4))
+def test_a_worker_never_runs_two_searches_at_once(tmp_path: Path, jobs: Jobs) -> None:
+    first, second, third = (str(digit) * 16 for digit in range(3))
     counted = Counted()
     with working(tmp_path, jobs, counted):
         jobs.submit(first, {"model": "m", "dataset": "d"}, "default")
@@ -185,13 +177,8 @@ def test_a_worker_never_runs_two_searches_at_once_whatever_queue_they_come_from(
         jobs.cancel(first)  # it still ends its trial when the queue gives the worker another one
         for job in (second, third):
             jobs.submit(job, {"model": "m", "dataset": "d"}, "default")
-        jobs.submit(stray, {"model": "m", "dataset": "d"}, "other-gpu")
-        for job in (third, stray):  # as a tool of DBOS does: every worker serves the queue that they go to
-            jobs._client.resume_workflow(job)
-        until(lambda: jobs.find(third).state is JobState.RUNNING)
-        until(lambda: jobs._status(stray).queue_name == "other-gpu")
+        until(lambda: jobs.find(second).state is JobState.RUNNING)
         assert counted.ran == [first]
-        assert (jobs.find(stray).state, jobs.find(stray).queue) == (JobState.QUEUED, "other-gpu")
         counted.let_go.set()
         until(lambda: jobs.find(second).state.is_over and jobs.find(third).state.is_over)
     assert counted.most == 1
