@@ -383,7 +383,6 @@ class SearchConfig(DataSettings, ModelSettings):
         return tuple(sorted({bits for each in found for bits in each}))
 
     def study_settings(self, name: str) -> Any:
-        """Return the settings of one study, defaults filled in."""
         return self._validated(name, self.studies.get(name, {}))
 
     def resolved_experiment(self) -> str:

@@ -14,23 +14,25 @@ LENGTH_OF_A_BEGINNING = 4096
 """Bytes that are read of a file to recognise it."""
 
 
-def check_writable(
-    out: Path, *, what: str = "the profile", name: str = "profile.yaml", error: type[SdtuneError] = ProfileError
-) -> None:
-    """Raise `error` unless the file `out` can be written; `what` and the usual `name` of such a file are for the message.
+def check_writable(out: Path) -> None:
+    """Raise `ProfileError` unless the file `out` can be written: a profile or a report.
 
     A file that is there already may be replaced only if it has the form of what sdtune writes: a profile, or JSON of results.
     """
     if out.is_dir():
-        raise error(f"cannot write {what} {out}: it is a folder; name a file such as {out / name}")
+        raise ProfileError(
+            f"cannot write the profile {out}: it is a folder; name a file such as {out / 'profile.yaml'}"
+        )
     if not out.parent.is_dir():
-        raise error(f"cannot write {what} {out}: there is no folder {out.parent}")
+        raise ProfileError(f"cannot write the profile {out}: there is no folder {out.parent}")
     try:
         _probe(out.parent)
     except OSError as cause:
-        raise error(f"cannot write {what} {out}: {cause.strerror}") from None
+        raise ProfileError(f"cannot write the profile {out}: {cause.strerror}") from None
     if out.exists() and not _is_replaceable(out):
-        raise error(f"{out} is there already and is not a file that sdtune wrote: name another file, or remove it")
+        raise ProfileError(
+            f"{out} is there already and is not a file that sdtune wrote: name another file, or remove it"
+        )
 
 
 def _is_replaceable(out: Path) -> bool:

@@ -30,20 +30,5 @@ class Progress(Protocol):
         """Print a line that stays."""
 
 
-class Unwatched:
+class Unwatched(Progress):
     """Progress that ignores every report."""
-
-    def stage(self, name: str, total: int | None = None) -> None:
-        """Do nothing."""
-
-    def advance(self, steps: int = 1) -> None:
-        """Do nothing."""
-
-    def trial(self, record: TrialRecord, best: TrialRecord | None) -> None:
-        """Do nothing."""
-
-    def show(self, text: str) -> None:
-        """Do nothing."""
-
-    def say(self, line: str) -> None:
-        """Do nothing."""

@@ -141,7 +141,6 @@ def lead(speedup: Interval, known: Interval) -> str:
 
 
 def _speedup(tags: dict[str, str]) -> Interval | None:
-    """Return the speed-up among the tags of a version."""
     if _LOW not in tags:
         return None
     return Interval(value=float(tags[_SPEEDUP]), ci95=(float(tags[_LOW]), float(tags[_HIGH])))
@@ -163,7 +162,6 @@ def _of_run(mlflow: Any, client: Any, run_id: str, tracking_uri: str) -> tuple[D
 
 
 def _champion(mlflow: Any, client: Any, name: str, alias: str) -> Any:
-    """Return the version with the alias, or None."""
     try:
         return client.get_model_version_by_alias(name, alias)
     except mlflow.exceptions.MlflowException as cause:
@@ -209,7 +207,6 @@ def _log(client: Any, experiment_id: str, run_id: str, profile: DraftProfile, fo
 
 
 def _facts(profile: DraftProfile) -> dict[str, str]:
-    """Return what decides on a promotion, as tags."""
     facts = {_TARGET: profile.target.weights_sha256, "sdtune.model": profile.target.model}
     if profile.measured is None:
         return facts

@@ -49,7 +49,6 @@ class Provenance(Document):
 
 
 def stamped(document: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return `document` with its provenance as the first key."""
     return {"provenance": Provenance.now(device).model_dump(mode="json"), **document}
 
 

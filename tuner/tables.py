@@ -23,7 +23,6 @@ class FiguresTable(Table):
     """
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
-        """Add a row of texts."""
         super().add_row(*(Text(str(cell)) for cell in cells), **options)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -55,12 +54,10 @@ class FactsGrid(Table):
     """Grid that prints text verbatim: a model's path may look like rich markup."""
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
-        """Add a row; text is printed verbatim."""
         super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
 
 def facts_grid() -> Table:
-    """Return an empty grid with two columns, names and values."""
     facts = FactsGrid.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")

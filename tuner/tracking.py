@@ -95,8 +95,6 @@ TrialKey = tuple[str, str]
 
 @dataclass(frozen=True)
 class DatasetInput:
-    """Dataset of a search, as MLflow shows it."""
-
     name: str
     fingerprint: str
     source: str
@@ -115,7 +113,6 @@ class Tracker:
         self._take_over(nested)
 
     def _take_over(self, nested: Mapping[TrialKey, Any]) -> None:
-        """Know the trials that have runs."""
         ids = {key: str(run.info.run_id) for key, run in nested.items()}
         # A run that is still running belongs to a trial whose logging was killed: it is completed, not skipped.
         self._begun = {key: ids[key] for key, run in nested.items() if run.info.status == "RUNNING"}
@@ -182,7 +179,6 @@ class Tracker:
             self.log_trial(record)
 
     def _begin(self, record: TrialRecord) -> str:
-        """Create a nested run with the start time of the trial."""
         run = self._client.create_run(
             self._experiment_id,
             start_time=_now() - int(record.seconds * 1000),
@@ -193,16 +189,13 @@ class Tracker:
 
     @property
     def tracking_uri(self) -> str:
-        """Address of the store."""
         return str(self._client.tracking_uri)
 
     @property
     def address(self) -> str:
-        """Address of the parent run's page in the MLflow UI."""
         return page_address(self.tracking_uri, self._experiment_id, self.run_id)
 
     def describe(self, note: str) -> None:
-        """Set the description of the parent run, in Markdown."""
         with opened_store(self.tracking_uri):
             self._client.set_tag(self.run_id, NOTE_TAG, note)
 
@@ -220,7 +213,6 @@ class Tracker:
             self._client.set_tag(self.run_id, WINNER_TAG, winner)
 
     def log_figures(self, metrics: Mapping[str, float], tags: Mapping[str, str]) -> None:
-        """Log figures and tags of the whole search to the parent run."""
         with opened_store(self.tracking_uri) as mlflow:
             self._client.log_batch(
                 self.run_id,
@@ -241,12 +233,10 @@ class Tracker:
             self._client.log_dict(self.run_id, dict(document), name)
 
     def log_text(self, text: str, name: str) -> None:
-        """Log a text file of the whole search to the parent run."""
         with opened_store(self.tracking_uri):
             self._client.log_text(self.run_id, text, name)
 
     def log_artifact(self, path: Path) -> None:
-        """Log a file of the whole search to the parent run."""
         with opened_store(self.tracking_uri):
             self._client.log_artifact(self.run_id, str(path))
 
@@ -299,7 +289,6 @@ def page_address(tracking_uri: str, experiment_id: str, run_id: str) -> str:
 
 
 def ui_command(tracking_uri: str) -> str:
-    """Return the command that opens the MLflow UI on this store."""
     tracking_uri = without_password(tracking_uri)
     if tracking_uri.startswith("http"):
         return f"open {tracking_uri}"
@@ -393,7 +382,6 @@ def _metrics(mlflow: Any, values: Mapping[str, float], step: int = 0) -> list[An
 
 
 def _now() -> int:
-    """Return the time in milliseconds, as MLflow counts it."""
     return int(time.time() * 1000)
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tuner.bench.config import BenchConfig
 from tuner.cli.options import GroupedCommand, keys_of, options_of, settings_from
-from tuner.cli.terminal import check_names, print_facts, print_results, print_sample, progress_on_stderr, use_threads
+from tuner.cli.terminal import check_names, print_facts, print_sample, progress_on_stderr, use_threads
 from tuner.errors import EngineError
 
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ def bench(dry_run: bool, **flags: Any) -> None:
             _print_plan(task)
             return
         shown, wrong = run_and_write(config, progress=progress)
-    print_results(shown, config.out)
+    Console().print(shown, highlight=False)
+    print_facts(Console(), results=config.out)
     if wrong is not None:
         raise EngineError(wrong)
 

@@ -81,7 +81,6 @@ def _rate(generation: Generation) -> str:
 
 
 def _speedup(plain: Generation, drafted: Generation) -> float:
-    """Return the ratio of the decode rates."""
     return (plain.decode_seconds / plain.num_decoded) / (drafted.decode_seconds / drafted.num_decoded)
 
 

@@ -104,7 +104,6 @@ class ProductGroup(click.Group):
                 formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the subcommand; report errors of the user on stderr."""
         with Termination() as termination:
             return self._invoke(ctx, termination)
 

@@ -57,8 +57,6 @@ LAST_HEADINGS = ("Decoding", "Files and stores", "Options")
 
 
 class GroupedOption(click.Option):
-    """Option that knows the heading it is listed under."""
-
     def __init__(self, *args: Any, heading: str = "Options", **settings: Any) -> None:
         self.heading = heading
         super().__init__(*args, **settings)
@@ -76,11 +74,9 @@ class Position(click.Argument):
         self.line = _help(field)
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
-        """Return the name and the description, which click leaves out."""
         return self.make_metavar(ctx).strip("[]"), self.line
 
     def handle_parse_result(self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]) -> Any:
-        """Take the value of the flag if that was given."""
         assert self.name is not None
         if (by_flag := opts.get(_flag_of(self.name))) is not None:
             if isinstance(by_position := opts.get(self.name), str):
@@ -96,8 +92,6 @@ def _flag_of(position: str) -> str:
 
 
 class KeyOption(GroupedOption):
-    """`--set KEY=VALUE` for the keys of a document."""
-
     def __init__(self, *args: Any, document: type[BaseModel], **settings: Any) -> None:
         self.document = document
         super().__init__(*args, heading="Configuration", **settings)
@@ -120,7 +114,6 @@ class GroupedCommand(click.Command):
             raise click.UsageError(f"No such option {wrong.option_name!r}. Give --set {key}=VALUE.", ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write one section per heading, in order."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             if (record := parameter.get_help_record(ctx)) is not None and record[1]:
@@ -247,7 +240,6 @@ def given(document: type[BaseModel], flags: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:
-    """Return the mapping with a value at a dotted key."""
     for part in reversed(key.split(".")):
         value = {part: value}
     return dict(value)
@@ -323,7 +315,6 @@ def _option(name: str, field: FieldInfo, flag: str | None, *, required: bool) ->
 
 
 def _value(annotation: Any, name: str) -> dict[str, Any]:
-    """Return the settings of an option that holds values of a type."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         base, *metadata = arguments

@@ -55,7 +55,6 @@ class TerminalProgress:
             self._bar.stop()
 
     def stage(self, name: str, total: int | None = None) -> None:
-        """Close the bar of the last stage and open the next."""
         if self._task is not None:
             self._bar.stop_task(self._task)
         if not self._console.is_terminal:
@@ -64,7 +63,6 @@ class TerminalProgress:
         self._task = self._bar.add_task(name, total=total, remark="")
 
     def advance(self, steps: int = 1) -> None:
-        """Move the bar."""
         if self._task is not None:
             self._bar.advance(self._task, steps)
 
@@ -81,12 +79,10 @@ class TerminalProgress:
             self._log(f"  {record.study}/{record.number}: {shown}{again}  {record.candidate.draft.describe()}")
 
     def show(self, text: str) -> None:
-        """Show `text` below the bar."""
         if self._task is not None:
             self._bar.update(self._task, remark=text)
 
     def say(self, line: str) -> None:
-        """Print a line above the bar."""
         self._log(line)
 
     def _log(self, line: str) -> None:
@@ -99,7 +95,6 @@ class _WithRemark(Progress):
     """Bars, and the remark of the last one on a line of its own, so that no counter is cut for it."""
 
     def get_renderables(self) -> Iterator[RenderableType]:
-        """Yield the bars, then the remark."""
         yield self.make_tasks_table(self.tasks)
         if self.tasks and (remark := self.tasks[-1].fields["remark"]):
             yield Text(remark, no_wrap=True, overflow="ellipsis")

@@ -82,7 +82,10 @@ def find_review(source: str, tracking_uri: str) -> SearchReview:
     """
     path = Path(source)
     if path.suffix == ".json":
-        return _parsed(_read(path), source)
+        try:
+            return _parsed(path.read_text(encoding="utf-8"), source)
+        except (OSError, UnicodeDecodeError) as cause:
+            raise ConfigError(f"cannot read {path}: {getattr(cause, 'strerror', None) or 'it is no text'}") from None
     run_id = _run_of(path) if path.exists() else source
     if re.fullmatch(r"[0-9a-f]{32}", run_id) is None:
         raise ConfigError(f"{source} is neither a profile, nor the id of a run, nor a {REVIEW_NAME}")
@@ -100,13 +103,6 @@ def _run_of(profile: Path) -> str:
     if origin is None or origin.mlflow_run_id is None:
         raise ConfigError(f"the profile {profile} names no MLflow run: give the id of the search's run")
     return origin.mlflow_run_id
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as cause:
-        raise ConfigError(f"cannot read {path}: {getattr(cause, 'strerror', None) or 'it is no text'}") from None
 
 
 def _parsed(text: str, source: str) -> SearchReview:

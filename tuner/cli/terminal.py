@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.text import Text
 
 from decoding.profile import DraftProfile
@@ -40,19 +40,10 @@ CONFIG_OPTION = click.option(
 
 @contextmanager
 def progress_on_stderr() -> Iterator[Progress]:
-    """Draw progress bars on stderr while the context lasts."""
     from tuner.cli.progress_bar import TerminalProgress
 
     with TerminalProgress(Console(stderr=True)) as progress:
         yield progress
-
-
-def print_results(shown: RenderableType, out: Path | None, *, width: int = 0) -> None:
-    """Print results on stdout, as wide as the terminal or `width`, whichever is wider, and the place where they were written."""
-    console = Console(width=max(Console().width, width))
-    console.print(shown, highlight=False)
-    if out is not None:
-        print_facts(console, results=out)
 
 
 def use_threads(threads: int | None) -> None:

@@ -25,8 +25,6 @@ USUAL_NEW_TOKENS = 128
 
 @dataclass(frozen=True)
 class BenchPrompts:
-    """Prompts for a benchmark, and where they are from."""
-
     prompts: tuple[Prompt, ...]
     max_new_tokens: int
     note: str

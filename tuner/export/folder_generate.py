@@ -17,7 +17,6 @@ FOLDERS = 4
 
 @lru_cache(maxsize=FOLDERS)
 def decoder_of(folder: str) -> ProfileDecoder:
-    """Return the decoder of the profile in `folder`."""
     return load_decoder(Path(folder) / PROFILE)
 
 

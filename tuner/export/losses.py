@@ -33,7 +33,6 @@ class DraftCost:
 
 
 def losses_text(plan: Plan, engine: Engine, cost: DraftCost | None, dropped: Collection[str]) -> str:
-    """Return the text of `LOSSES.md`."""
     lines = [
         f"# {plan.profile.name} in {engine.title}",
         "",
@@ -160,7 +159,7 @@ def _speedup(plan: Plan, engine: Engine) -> list[str]:
             "relative to its own plain decoding of the same prompts at the same number of sequences:"
         )
         return ["## Speed-up", "", found, "", *(f"* {line}" for line in schedule.measured()), ""]
-    predicted = predict(plan, plan.profile)
+    predicted = predict(plan)
     where = "sdtune's decoder" if measured_in is None else f"{measured_in.name} {measured_in.version}"
     here = f"Measured by {where}: {measured.speedup} over plain decoding. It does not transfer. " if measured else ""
     found = (

@@ -61,7 +61,6 @@ class Plan:
 
     @property
     def draft(self) -> Path:
-        """Folder of the draft model."""
         return self.out / DRAFT_FOLDER
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from decoding.profile import DraftProfile, Measured
+    from decoding.profile import Measured
     from tuner.export.plan import Plan
 
 BISECTIONS = 60
@@ -25,8 +25,9 @@ class PredictedSpeedup:
     explanation: str
 
 
-def predict(plan: Plan, profile: DraftProfile) -> PredictedSpeedup:
+def predict(plan: Plan) -> PredictedSpeedup:
     """Return the predicted speed-up of a draft model, for one sequence, or the reason why there is none."""
+    profile = plan.profile
     costs, measured = profile.draft_length.known_round_costs, profile.measured
     if plan.shape is None:
         return PredictedSpeedup(None, "a lookup's copies are not predicted")

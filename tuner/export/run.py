@@ -46,8 +46,6 @@ EXECUTABLE = 0o755
 
 @dataclass(frozen=True)
 class Exported:
-    """A finished export."""
-
     out: Path
     files: tuple[str, ...]
     """Files at its top, and the draft folder, in order."""
@@ -57,8 +55,6 @@ class Exported:
 
 @dataclass(frozen=True)
 class Source:
-    """A profile, and the model that it was tuned for."""
-
     profile: DraftProfile
     folder: Path
     """Folder of the profile, where the draft's files lie."""
@@ -217,7 +213,6 @@ def _write_prompts(prompts: BenchPrompts | None, tokenizer: Any, building: Path,
 
 
 def _dropped(settings: ExportSettings, profile: DraftProfile) -> tuple[str, ...]:
-    """Return what `--drop` has changed in this draft."""
     draft = profile.draft
     head = draft.trained_head
     has = {"bits": draft.parts.bits is not None, "draft-vocabulary": head is not None and head.num_tokens is not None}

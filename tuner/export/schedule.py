@@ -25,8 +25,6 @@ Entry = tuple[PositiveInt, PositiveInt, NonNegativeInt]
 
 
 class ScheduledLoad(Document):
-    """What was chosen for a measured number of sequences."""
-
     sequences: int = Field(ge=1)
     num_tokens: int = Field(ge=0)
     """Tokens to draft; 0 where no draft is proved to be faster than plain decoding."""
@@ -37,8 +35,6 @@ class ScheduledLoad(Document):
 
 
 class MeasuredSchedule(Document):
-    """A schedule, and what it was measured on."""
-
     engine: str
     engine_version: str
     date: str
@@ -74,7 +70,6 @@ class MeasuredSchedule(Document):
         return "; ".join(parts)
 
     def measured(self) -> Iterator[str]:
-        """Return a sentence for each measured number of sequences."""
         for load in self.loads:
             found = f"{load.sequences} side by side: {_tokens(load.num_tokens)}"
             if load.speedup is not None:

@@ -27,8 +27,6 @@ class Droppable(StrEnum):
 
 @dataclass(frozen=True)
 class DraftShape:
-    """The layers of an exported draft."""
-
     blocks: tuple[int, ...]
     """Indices of the target's blocks that the draft runs, ascending."""
     has_head: bool
@@ -42,11 +40,9 @@ class DraftShape:
 
     @property
     def is_whole(self) -> bool:
-        """True if the draft is the whole model."""
         return not self.has_head and len(self.blocks) == self.num_target_layers
 
     def describe(self) -> str:
-        """Return one short phrase."""
         if self.is_whole:
             return f"the whole model, {self.num_target_layers} layers"
         head = " and the trained head" if self.has_head else ""

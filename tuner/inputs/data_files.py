@@ -37,8 +37,6 @@ MOST_SHOWN = 12
 
 @dataclass(frozen=True)
 class RowFilter:
-    """Rows whose value in `column`, as text, is one of `values`."""
-
     column: str
     values: tuple[str, ...]
 
@@ -146,7 +144,6 @@ def _facts(feature: Any) -> dict[str, Any]:
 
 
 def _read(order: Order) -> tuple[Any, str | None]:
-    """Return the rows and the split of an order."""
     path, split = Path(order["location"]).expanduser(), order["split"]
     if order["kind"] == "file":
         rows = _read_file(path)
@@ -195,7 +192,6 @@ def _read_file(path: Path) -> Any:
 
 
 def _load_files(kind: str, files: Mapping[str, list[Path]], split: str | None) -> Any:
-    """Read data files by their paths."""
     import datasets
 
     for path in (path for paths in files.values() for path in paths):
@@ -393,7 +389,6 @@ def _chosen(names: list[str], split: str | None, location: str) -> str:
 
 @contextmanager
 def _reading(what: str, advice: str = "") -> Iterator[None]:
-    """Turn every failure into a one-line `DatasetError`."""
     try:
         yield
     except DatasetError:

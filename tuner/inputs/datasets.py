@@ -35,8 +35,6 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 class ColumnFacts(NamedTuple):
-    """What is known of a column before its values are read."""
-
     is_plain: bool
     """True if it holds single values, not lists or mappings."""
     is_chat: bool
@@ -70,7 +68,6 @@ class Table:
         return dict(READER.ask({"do": "row", "order": self.order, "columns": sorted(columns), "row": index}))
 
     def values(self, column: str) -> list[Any]:
-        """Return the values of all rows in one column."""
         return list(READER.ask({"do": "columns", "order": self.order, "columns": [column]})[column])
 
 

@@ -44,7 +44,6 @@ class PromptEncoder:
 
     @property
     def applies_template(self) -> bool:
-        """True if a chat template renders the turns."""
         return self.chat_template and bool(getattr(self.tokenizer, "chat_template", None))
 
     def check(self) -> None:

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 
 class Reason(Enum):
-    """Why a row makes no prompt."""
-
     EMPTY = auto()
     REPEATED = auto()
     TOO_LONG = auto()
@@ -141,7 +139,6 @@ class Template:
 
     @classmethod
     def of_column(cls, column: Column) -> Template:
-        """Return the template of a column alone."""
         return cls((("", column),))
 
     @classmethod
@@ -156,7 +153,6 @@ class Template:
 
     @property
     def columns(self) -> set[str]:
-        """Names of the columns that the template reads."""
         return {column.name for _, column in self.parts if column}
 
     def render(self, row: Mapping[str, Any]) -> str:
@@ -291,7 +287,6 @@ def first_text(templates: Sequence[Template], row: Mapping[str, Any]) -> str:
 
 
 def columns_of(templates: Sequence[Template]) -> frozenset[str]:
-    """Return the names of the columns that templates read."""
     return frozenset().union(*(template.columns for template in templates))
 
 

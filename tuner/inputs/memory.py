@@ -39,7 +39,6 @@ class ModelSize:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights."""
         return self.num_parameters * self.dtype.itemsize
 
     @property

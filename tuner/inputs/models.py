@@ -174,7 +174,6 @@ def quiet() -> Iterator[None]:
 
 
 def target_identity(loaded: Loaded, target: Target) -> TargetIdentity:
-    """Return the identity of a loaded model, as a profile holds it."""
     model = fingerprint(loaded.model)
     return TargetIdentity(
         model=loaded.name,

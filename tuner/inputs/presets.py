@@ -75,7 +75,6 @@ class Preset(Document):
 
 
 def preset_names() -> list[str]:
-    """Return the names of all presets, sorted."""
     files = resources.files("configs.datasets").iterdir()
     return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
 

@@ -110,7 +110,6 @@ def search_prompts(
 
 
 def _draw(reader: PromptReader, sizes: tuple[int, int], seed: int) -> PromptSet:
-    """Read rows in random order until both parts are full."""
     groups, read = reader.rows.groups, list[Prompt | LeftOut]()
     part_of_group = {} if groups is None else _deal(groups, sizes, seed)
     parts: tuple[list[Prompt], list[Prompt]] = ([], [])

@@ -71,21 +71,17 @@ class LengthLimits:
 
     @property
     def advice(self) -> str:
-        """Remedy for prompts that do not fit."""
         return f"--set max_prompt_tokens={self.room} cuts them from the left"
 
 
 @dataclass(frozen=True)
 class PromptReader:
-    """Conversion of the rows of a dataset into prompts."""
-
     rows: PromptRows
     encoder: PromptEncoder
     limits: LengthLimits
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in the dataset."""
         return self.rows.table.num_rows
 
     @property

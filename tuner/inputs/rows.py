@@ -30,8 +30,6 @@ FIRST_TURN = "turns"
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Rows of a dataset and what is made of them."""
-
     table: Table
     form: RowFormat
     groups: list[Any] | None
@@ -42,7 +40,6 @@ class PromptRows:
     """Names under which values of the category column are reported."""
 
     def row(self, index: int) -> dict[str, Any]:
-        """Return a row with only the columns that are read."""
         return self.table.row(index, {*self.form.columns, *filter(None, [self.category_column])})
 
     def category(self, row: Mapping[str, Any]) -> str | None:
@@ -164,7 +161,6 @@ def _category_column(table: Table, form: RowFormat, preset: Preset | None, given
 
 
 def _groups(table: Table, group_column: str | None) -> list[Any] | None:
-    """Return the group of each row, or None if rows are not grouped."""
     if group_column is None:
         return None
     table.require(group_column)

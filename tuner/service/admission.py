@@ -107,7 +107,6 @@ def admitted(request: SearchRequest, allowed: Allowed) -> SearchConfig:
 
 
 def _keys(value: Any) -> Iterator[str]:
-    """Yield the keys of a value at any depth."""
     for key, inside in (
         value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     ):

@@ -51,8 +51,6 @@ JobId = Annotated[str, InPath(pattern=JOB_ID, description="Id of a search.")]
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """Settings of the application."""
-
     allowed: Allowed
     folder: Path
     """Folder of the jobs' files, which the workers share."""
@@ -64,7 +62,6 @@ class ServiceSettings:
 
 
 def create_service(jobs: Jobs, settings: ServiceSettings) -> FastAPI:
-    """Return the application."""
     app = FastAPI(
         title="sdtune",
         summary="Searches for the fastest lossless decoding, as jobs.",
@@ -214,7 +211,6 @@ class WatchResponse(StreamingResponse):
         self._watchers = watchers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
         try:
             await super().__call__(scope, receive, send)
         except asyncio.CancelledError:  # the service ends, and its time to drain is over: so does the answer
@@ -287,7 +283,6 @@ def _answer_errors(app: FastAPI) -> None:
 
 
 def _problem(status: int, title: str, detail: str, headers: Mapping[str, str] | None) -> JSONResponse:
-    """Return an answer by RFC 9457."""
     # What is refused may hold halves of surrogate pairs, which no answer can.
     detail = detail.encode(errors="backslashreplace").decode()
     body = {"type": "about:blank", "title": title, "status": status, "detail": detail}

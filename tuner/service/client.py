@@ -48,31 +48,24 @@ class ServiceClient:
         return self._call(SearchJob, "POST", "/v1/searches", request)
 
     def searches(self) -> list[SearchJob]:
-        """Return the latest searches."""
         return self._call(list[SearchJob], "GET", "/v1/searches")
 
     def workers(self) -> list[WorkerCard]:
-        """Return the workers."""
         return self._call(list[WorkerCard], "GET", "/v1/workers")
 
     def search(self, job: str) -> SearchJob:
-        """Return a search."""
         return self._call(SearchJob, "GET", f"/v1/searches/{job}")
 
     def cancel(self, job: str) -> SearchJob:
-        """Stop a search."""
         return self._call(SearchJob, "POST", f"/v1/searches/{job}/cancel")
 
     def resume(self, job: str) -> SearchJob:
-        """Queue a cancelled or failed search again."""
         return self._call(SearchJob, "POST", f"/v1/searches/{job}/resume")
 
     def result(self, job: str) -> JobResult:
-        """Return what a finished search has found."""
         return self._call(JobResult, "GET", f"/v1/searches/{job}/result")
 
     def file(self, job: str, number: int) -> bytes:
-        """Return a file that belongs beside the profile."""
         return self._answer("GET", f"/v1/searches/{job}/files/{number}").content
 
     def watch(self, job: str) -> Iterator[SearchJob]:

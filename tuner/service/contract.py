@@ -34,24 +34,18 @@ class UnknownJobError(ServiceError):
 
 
 class UnauthorizedError(ServiceError):
-    """A request without the service's token."""
-
     status = 401
     title = "Unauthorized"
     headers = MappingProxyType({"WWW-Authenticate": "Basic"})
 
 
 class UnavailableError(ServiceError):
-    """A request that the service cannot answer now."""
-
     status = 503
     title = "Unavailable"
     headers = MappingProxyType({"Retry-After": "10"})
 
 
 class JobState(StrEnum):
-    """What a job does."""
-
     QUEUED = "queued"
     RUNNING = "running"
     FINISHED = "finished"
@@ -65,8 +59,6 @@ class JobState(StrEnum):
 
 
 class NoResultError(ServiceError):
-    """A job that has no result yet."""
-
     status = 409
     title = "No result yet"
 

@@ -71,7 +71,6 @@ class Jobs:
             raise StorageError(f"cannot open the database of the service: {first_line(cause)}") from None
 
     def close(self) -> None:
-        """Close the connections."""
         self._client.destroy()
         self._engine.dispose()
 
@@ -115,11 +114,9 @@ class Jobs:
             )
 
     def find(self, job: str) -> SearchJob:
-        """Return a job. Raises `UnknownJobError`."""
         return _job(self._status(job))
 
     def latest(self, limit: int = 100) -> list[SearchJob]:
-        """Return the latest jobs, the newest first."""
         found = self._client.list_workflows(name=WORKFLOW, limit=limit, sort_desc=True, load_output=False)
         # Outputs hold reports and profiles, so only those of failed jobs are read: their errors.
         failed = [each.workflow_id for each in found if each.status == "ERROR"]
@@ -182,7 +179,6 @@ class Jobs:
         self._client.update_workflow_attributes(job, {OUTAGE: outage}, merge=True)
 
     def is_cancelled(self, job: str) -> bool:
-        """Return True if a job was cancelled."""
         return self._status(job).status == "CANCELLED"
 
     def take_over(self) -> list[str]:

@@ -69,7 +69,6 @@ _PAGES.filters["speed"] = lambda value: "" if value is None else f"{value:.2f}x"
 
 
 def jobs_page(jobs: Sequence[SearchJob], workers: Sequence[WorkerCard]) -> str:
-    """Return the page of all searches and workers."""
     return _PAGES.get_template("jobs").render(jobs=jobs, workers=workers, reload=True)
 
 
@@ -80,7 +79,6 @@ def job_page(job: SearchJob, result: JobResult | None, tracking: str | None) -> 
 
 
 def metrics_text(jobs: Iterable[SearchJob], workers: Iterable[WorkerCard]) -> bytes:
-    """Return the counts in Prometheus' text format."""
     registry = CollectorRegistry()
     searches = Gauge("sdtune_searches", "Searches by state, of the latest thousand.", ["state"], registry=registry)
     states = Counter(job.state for job in jobs)

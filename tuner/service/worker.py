@@ -39,8 +39,6 @@ EXIT_TAKEN_FOR_DEAD = EXIT_IN_A_SEARCH = 75
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """Settings of a worker."""
-
     database: str
     tracking_uri: str
     folder: Path
@@ -69,7 +67,6 @@ class SearchWorker:
         self._searching = threading.Lock()
 
     def run(self) -> None:
-        """Work until `stop` is called."""
         settings = self.settings
         self._jobs = Jobs(settings.database)
         # Signs of life do not wait for a database that is away: they are due as soon as it is back.
@@ -146,7 +143,6 @@ class SearchWorker:
             self._tell(None)
 
     def _tell(self, job: str | None) -> None:
-        """Say what the worker does, for `GET /v1/workers`."""
         with suppress(sa.exc.SQLAlchemyError):
             self._watch.workers.tell(self.name, job)
 
@@ -160,28 +156,23 @@ class StoredProgress:
         self._noted = 0.0
 
     def stage(self, name: str, total: int | None = None) -> None:
-        """See `Progress.stage`."""
         self._note(stage=name, done=0, total=total)
 
     def advance(self, steps: int = 1) -> None:
-        """See `Progress.advance`."""
         self._now = self._now.model_copy(update={"done": self._now.done + steps})
         if time.monotonic() - self._noted > LEAST_SECONDS:
             self._note()
 
     def trial(self, record: TrialRecord, best: TrialRecord | None) -> None:
-        """See `Progress.trial`."""
         best_draft = None if best is None else best.candidate.draft.describe()
         best_speedup = None if best is None else best.speedup
         done = self._now.done + 1
         self._note(done=done, trials=self._now.trials + 1, best_speedup=best_speedup, best_draft=best_draft)
 
     def show(self, text: str) -> None:
-        """See `Progress.show`."""
         self._now = self._now.model_copy(update={"message": text})
 
     def say(self, line: str) -> None:
-        """See `Progress.say`."""
         self._note(message=line)
 
     def _note(self, **changes: object) -> None:

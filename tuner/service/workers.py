@@ -56,7 +56,6 @@ class Process:
 
     @classmethod
     def current(cls) -> Process:
-        """Return this process."""
         return cls(socket.gethostname(), _place(), os.getpid(), _started(os.getpid()))
 
     def has_ended(self) -> bool | None:
@@ -100,7 +99,6 @@ class Workers:
         self._changed(sa.update(_WORKERS).where(_WORKERS.c.name == name).values(job=job))
 
     def remove(self, name: str) -> None:
-        """Remove a worker."""
         self._changed(sa.delete(_WORKERS).where(_WORKERS.c.name == name))
 
     def cards(self) -> list[WorkerCard]:

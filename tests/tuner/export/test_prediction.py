@@ -32,7 +32,7 @@ def _plan(draft: Draft, *, has_costs: bool = True, **figures: Any) -> Plan:
 def test_the_engine_verifies_with_all_blocks() -> None:
     # Of 2 drafted tokens, accepted with probability 0.5 each: 0.75, and one of the target's own.
     plan = _plan(EarlyExit(exit_layer=2), tokens_per_round=1.75, draft_acceptance_rate=0.375)
-    found = predict(plan, plan.profile)
+    found = predict(plan)
     assert found.value == pytest.approx(1.75 / (1.0 + 2 * 0.25))
 
 
@@ -44,7 +44,7 @@ def test_the_engine_verifies_with_all_blocks() -> None:
     ],
 )
 def test_what_cannot_be_predicted_says_why(plan: Plan, reason: str) -> None:
-    found = predict(plan, plan.profile)
+    found = predict(plan)
     assert found.value is None
     assert reason in found.explanation
 

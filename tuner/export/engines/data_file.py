@@ -29,8 +29,6 @@ class SettingsFiles(Document):
 
 
 class EngineFile(Document):
-    """One engine."""
-
     title: str
     version: str = Field(description="version whose options are written, and how they were checked")
     draft_model: SettingsFiles
@@ -40,7 +38,6 @@ class EngineFile(Document):
 
 
 def data_engines() -> list[str]:
-    """Return the names of all engines that have a file."""
     names = (file.name for file in resources.files(FOLDER).iterdir())
     return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
@@ -61,11 +58,9 @@ class DataEngine(Engine):
             refuse_mtp(config, self.title)
 
     def notes(self, plan: Plan) -> list[str]:
-        """Return the notes of the file."""
         return list(self._settings(plan).notes)
 
     def files(self, plan: Plan) -> dict[str, str]:
-        """Return the files, filled in."""
         import jinja2
 
         environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)

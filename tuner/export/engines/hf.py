@@ -19,7 +19,6 @@ class Transformers(Engine):
     reads_layer_lists: bool = True
 
     def notes(self, plan: Plan) -> list[str]:
-        """Return the limit of assisted generation."""
         if plan.shape is None:
             return ["Prompt lookup in `generate` takes one sequence at a time."]
         return ["`generate` with an assistant takes one sequence at a time, and reads the prompt with both models."]
@@ -31,7 +30,6 @@ class Transformers(Engine):
         return {"example.py": _assistant_example(plan)}
 
     def lookup_settings(self, plan: Plan) -> dict[str, Any]:
-        """Return the arguments of `generate` for a lookup alone."""
         assert plan.lookup is not None, "a draft without a model is a lookup"
         return {
             "prompt_lookup_num_tokens": plan.lookup.max_tokens,
@@ -39,7 +37,6 @@ class Transformers(Engine):
         }
 
     def draft_generation(self, plan: Plan) -> dict[str, Any]:
-        """Return the settings of the assistant."""
         return {
             "num_assistant_tokens": plan.length.num_tokens,
             "num_assistant_tokens_schedule": "constant",

@@ -24,7 +24,6 @@ class LlamaCpp(Engine):
     has_ngram_range: bool = False
 
     def notes(self, plan: Plan) -> list[str]:
-        """Return what its counterparts do otherwise."""
         notes = []
         if plan.lookup is not None:
             notes.append(
@@ -39,7 +38,6 @@ class LlamaCpp(Engine):
         return notes
 
     def files(self, plan: Plan) -> dict[str, str]:
-        """Return `convert.sh`, `launch.sh` and `preset.ini`."""
         settings = self.settings(plan)
         flags = [f"--{name} {quote(value)}" for name, value in settings.items()]
         launch = command("llama-server", *flags, '"$@"')

@@ -22,5 +22,4 @@ ENGINES = (*IN_CODE, *data_engines())
 
 
 def load_engine(name: str) -> Engine:
-    """Return the engine with this name."""
     return resolve_name(IN_CODE[name])() if name in IN_CODE else DataEngine(name)

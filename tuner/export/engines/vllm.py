@@ -70,7 +70,6 @@ class Vllm(Engine):
         refuse_mtp(config, self.title)
 
     def notes(self, plan: Plan) -> list[str]:
-        """Return the traps of vLLM."""
         if plan.shape is None:
             return ["vLLM's `ngram` copies from the earliest match, our prompt lookup from the latest."]
         return [
@@ -79,7 +78,6 @@ class Vllm(Engine):
         ]
 
     def files(self, plan: Plan) -> dict[str, str]:
-        """Return `speculative_config.json` and `launch.sh`."""
         launch = command(
             f"vllm serve {quote(plan.model)}",
             f"--dtype {plan.dtype}",
@@ -89,7 +87,6 @@ class Vllm(Engine):
         return {"speculative_config.json": json.dumps(self.settings(plan)) + "\n", "launch.sh": script(launch)}
 
     def settings(self, plan: Plan) -> dict[str, Any]:
-        """Return the value of `--speculative-config`."""
         if plan.shape is None:
             assert plan.lookup is not None, "a draft without a model is a lookup"
             settings: dict[str, Any] = {
