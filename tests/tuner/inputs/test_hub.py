@@ -49,7 +49,6 @@ def test_folders_and_models_in_the_cache_are_not_asked_for(cache: Path, tmp_path
 
 
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("name", ["a/b/c", "two words", "a..b"])
-def test_a_name_that_no_repository_has_is_refused(name: str) -> None:
+def test_a_name_that_no_repository_has_is_refused() -> None:
     with pytest.raises(ConfigError, match="no such model"):
-        check_on_hub(name)
+        check_on_hub("a..b")
