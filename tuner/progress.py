@@ -5,14 +5,14 @@ The command line draws them (`tuner.cli.progress_bar`); `Unwatched` ignores them
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from studies.contract import TrialRecord
 
 
-class Progress(Protocol):
-    """Receiver of the progress of a search or a distillation."""
+class Progress:
+    """Receiver of the progress of a search or a distillation, which ignores what it does not override."""
 
     def stage(self, name: str, total: int | None = None) -> None:
         """Begin a stage of `total` steps; None if the number is unknown."""

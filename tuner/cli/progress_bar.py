@@ -20,6 +20,7 @@ from rich.table import Column
 from rich.text import Text
 
 from studies.contract import TrialRecord, TrialState
+from tuner import progress
 from tuner.cli.terminal import visible
 
 BAR_WIDTH = 24
@@ -29,7 +30,7 @@ LEAST_WIDTH = 12
 """Columns that the name of a stage gets in a narrow terminal."""
 
 
-class TerminalProgress:
+class TerminalProgress(progress.Progress):
     """`tuner.progress.Progress` on a rich console, to be used as a context manager."""
 
     def __init__(self, console: Console) -> None:

@@ -21,6 +21,7 @@ from dbos import DBOS, DBOSPortableJSONSerializer
 
 from decoding.errors import first_line
 from tuner.errors import SearchError, StorageOutageError, TrackingOutageError
+from tuner.progress import Progress
 from tuner.service.contract import DEFAULT_QUEUE, JobProgress, JobResult, TableRow
 from tuner.service.jobs import VERSION, WORKFLOW, Jobs
 from tuner.service.workers import BEAT_SECONDS
@@ -147,7 +148,7 @@ class SearchWorker:
             self._watch.workers.tell(self.name, job)
 
 
-class StoredProgress:
+class StoredProgress(Progress):
     """The progress of a search, stored with its job; a cancelled job is interrupted where a user would press Ctrl-C."""
 
     def __init__(self, jobs: Jobs, job: str) -> None:
