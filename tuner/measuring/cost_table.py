@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -135,48 +135,26 @@ def resolve_terms(
     return Terms(kinds, tuple(widths), tuple(contexts), target.lm_heads.num_rows, known, join_share(target))
 
 
-class CostKey(Document):
-    """Everything that the seconds of a pass depend on."""
-
-    config_sha256: str
-    weights_sha256: str
-    dtype: str
-    device: str
-    threads: int
-    attention: str | None
-    """Attention kernel, by transformers' name."""
-    runner: str
-    code_sha256: str
-    """Hash of the code that runs and times the passes: a change of it invalidates the table."""
-    num_sequences: int
-    """Sequences in lockstep that share a pass."""
-    versions: dict[str, str]
-
-    @classmethod
-    def of(cls, target: Target, num_sequences: int = 1) -> CostKey:
-        """Return the key of a loaded model on its device, for passes of `num_sequences` sequences."""
-        model, installed = fingerprint(target.model), versions()
-        return cls(
-            config_sha256=model.config_sha256,
-            weights_sha256=model.weights_sha256,
-            dtype=str(target.dtype).removeprefix("torch."),
-            device=device_name(target.device),
-            threads=torch.get_num_threads(),
-            attention=getattr(target.config, "_attn_implementation", None),
-            runner=_runner_name(target),
-            code_sha256=_code_sha256(),
-            num_sequences=num_sequences,
-            versions={package: installed[package] for package in DECIDING_PACKAGES},
-        )
-
-    @property
-    def file_name(self) -> str:
-        """Name of the file, unique to the key."""
-        return f"{hash_json(self.model_dump())[:32]}.json"
+def cost_key(target: Target, num_sequences: int = 1) -> dict[str, Any]:
+    """Return everything that the seconds of a pass depend on, for passes of `num_sequences` sequences in lockstep."""
+    model, installed, runner = fingerprint(target.model), versions(), target.runner
+    return {
+        "config_sha256": model.config_sha256,
+        "weights_sha256": model.weights_sha256,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": device_name(target.device),
+        "threads": torch.get_num_threads(),
+        "attention": getattr(target.config, "_attn_implementation", None),
+        "runner": runner.name if runner.exact_width is None else f"{runner.name}, bit-exact at {runner.exact_width}",
+        "code_sha256": _code_sha256(),
+        "num_sequences": num_sequences,
+        "versions": {package: installed[package] for package in DECIDING_PACKAGES},
+    }
 
 
 @cache
 def _code_sha256() -> str:
+    """Return the hash of the code that runs and times the passes: a change of it invalidates a table."""
     folders = (decoding, studies.costs)
     roots = [Path(str(folder.__file__)).parent for folder in folders]
     files = [path for root in roots for kind in ("*.py", "*.cpp") for path in root.rglob(kind)]
@@ -184,30 +162,21 @@ def _code_sha256() -> str:
     return hash_json([hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)])
 
 
-def _runner_name(target: Target) -> str:
-    exact_width = target.runner.exact_width
-    return target.runner.name if exact_width is None else f"{target.runner.name}, bit-exact at {exact_width}"
-
-
 class StoredCosts(Document):
     """Contents of a file; the table includes its measured error."""
 
     format: Literal[1] = 1
-    key: CostKey
+    key: dict[str, Any]
     created: str
     load: float | None
     """Load average after the measurement; None where the system has none."""
     table: CostTable
 
     @property
-    def was_disturbed(self) -> bool:
-        """True if the table fits badly, or the machine had more to do than it has processors."""
-        return self.table.error.median > MOST_COST_ERROR or (self.load or 0.0) > (os.cpu_count() or 1)
-
-    @property
     def is_usable(self) -> bool:
-        """True unless the table was disturbed in an earlier process."""
-        return not self.was_disturbed or datetime.fromisoformat(self.created).timestamp() >= _process_start()
+        """False of an earlier process if the table fits badly, or the machine had more to do than it has processors."""
+        disturbed = self.table.error.median > MOST_COST_ERROR or (self.load or 0.0) > (os.cpu_count() or 1)
+        return not disturbed or datetime.fromisoformat(self.created).timestamp() >= _process_start()
 
 
 def _process_start() -> float:
@@ -236,8 +205,8 @@ def cost_table(
     """
     folder = folder or cache_folder()
     num_sequences = shared_batch_size(target, num_sequences)
-    key = CostKey.of(target, num_sequences)
-    path = folder / key.file_name
+    key = cost_key(target, num_sequences)
+    path = folder / f"{hash_json(key)[:32]}.json"
     terms = resolve_terms(target, max_tokens=max_tokens, contexts=contexts, bits=bits)
     stored = _read(path, key, progress)
     if (
@@ -267,7 +236,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sdtune" / "costs"
 
 
-def _read(path: Path, key: CostKey, progress: Progress) -> StoredCosts | None:
+def _read(path: Path, key: dict[str, Any], progress: Progress) -> StoredCosts | None:
     try:
         stored = StoredCosts.model_validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -280,16 +249,9 @@ def _read(path: Path, key: CostKey, progress: Progress) -> StoredCosts | None:
 
 
 def _write(path: Path, stored: StoredCosts, progress: Progress) -> None:
+    content = stored.model_dump_json(indent=1).encode()
     try:
-        _make_folder(path.parent)
-        content = stored.model_dump_json(indent=1).encode()
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content, what="the measured costs", error=StorageError)
-    except StorageError as cause:
-        progress.say(f"{cause}; they will be measured again next time")
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as cause:
-        raise StorageError(f"cannot make the folder of measured costs {folder}: {cause.strerror or cause}") from None
+    except (OSError, StorageError) as cause:
+        progress.say(f"{cause}: the measured costs are not kept, and will be measured again next time")

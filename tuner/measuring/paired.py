@@ -43,39 +43,6 @@ class FarTooSlowError(Exception):
     """A candidate that is many times slower than plain decoding."""
 
 
-class DecoderPool:
-    """Decoders by draft; the draft that was used longest ago is dropped first, and its recordings with it."""
-
-    def __init__(
-        self,
-        target: Target,
-        decoding: Decoding = Decoding(),
-        *,
-        heads: HeadFolder | None = None,
-        most: int = MOST_KEPT,
-    ) -> None:
-        self._target, self._decoding, self._heads = target, decoding, heads
-        self._most = most
-        self._kept: OrderedDict[Draft, Decoder] = OrderedDict()
-
-    def get(self, draft: Draft, rule: DraftLengthRule) -> Decoder:
-        """Return a decoder with a fresh controller, which runs the same parts of the model as earlier ones of this draft.
-
-        Raises ValueError for layers that the target does not have, and `ExitHeadError` for a missing or wrong head.
-        """
-        kept = self._kept.get(draft)
-        if kept is None:
-            kept = self._kept[draft] = Decoder(self._target, draft, rule, self._decoding, heads=self._heads)
-        self._kept.move_to_end(draft)
-        while len(self._kept) > self._most:
-            self._kept.popitem(last=False)
-        return kept.with_rule(rule)
-
-    def clear(self) -> None:
-        """Drop all decoders, to free the memory of their recordings."""
-        self._kept.clear()
-
-
 class Bench(PairedBench):
     """A target, prompts with their plain continuations, and a clock.
 
@@ -98,7 +65,7 @@ class Bench(PairedBench):
         """`clock` is real time unless given; a price list makes every measurement repeat exactly.
 
         When sampling, `top_p` is the share of the probability that is sampled from, as in `generate`. The decoders of the
-        `most_kept` drafts measured last are kept: see `DecoderPool`.
+        `most_kept` drafts measured last are kept, so that what a runner has prepared for them is not prepared again.
         """
         super().__init__(baseline, self._compare)
         self.target = target
@@ -108,14 +75,9 @@ class Bench(PairedBench):
         self._clock = clock or WallClock(target.device)
         self._costs: dict[Draft, RoundCosts] = {}
         self._most_kept, self._top_p = most_kept, top_p
-        self._decoders = DecoderPool(target, decoding, heads=heads, most=most_kept)
+        self._decoders: OrderedDict[Draft, Decoder] = OrderedDict()
         self._sampling = SamplingSettings(decoding.temperature, top_p, seed) if decoding.temperature > 0 else None
         self._plain = self._contender(PLAIN, plain_decoder(target))
-
-    @property
-    def most_kept(self) -> int:
-        """Number of drafts whose decoders are kept."""
-        return self._most_kept
 
     def reordered(self, order: Sequence[int]) -> Bench:
         """Return a bench of the same prompts in another order; it measures the costs of drafts anew."""
@@ -198,7 +160,15 @@ class Bench(PairedBench):
 
     def decoder(self, candidate: Candidate) -> Decoder:
         """Return a decoder of the candidate, with a fresh controller, prepared for all prompts."""
-        decoder = self._decoders.get(candidate.draft, candidate.draft_length)
+        draft = candidate.draft
+        if draft not in self._decoders:
+            self._decoders[draft] = Decoder(
+                self.target, draft, candidate.draft_length, self.decoding, heads=self._heads
+            )
+        decoder = self._decoders[draft]
+        self._decoders.move_to_end(draft)
+        while len(self._decoders) > self._most_kept:
+            self._decoders.popitem(last=False)
         self._prepare(self._plain.decoder)  # first, as it makes the memory, in which the costs are measured too
         decoder = decoder.with_rule(self._ready_rule(candidate, decoder))
         self._prepare(decoder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from decoding.draft_length import AdaEdl, Fixed
 from decoding.drafts import LayerSkip
 from decoding.profile import DatasetFacts, Decoding, Exactness, Interval, Measured, Rates, SearchCost
 from decoding.target import Target
-from studies.measurement import BatchTexts, Measurement, PairedPrefill, PromptSample, sum_repeats
+from studies.measurement import Measurement, PairedPrefill, PromptSample, sum_repeats
 from tests.support.commands import command_line
 from tests.support.heads import write_heads
 from tests.support.records import sample
@@ -176,13 +175,6 @@ def test_held_out_prompts_of_the_search_are_measured_and_reported_as_such(
     refused(bench(profile, code, prompts=5, **own), "--prompts 5 is more than the 3", "--held-out-prompts 5")
 
 
-def test_a_profile_that_says_nothing_of_its_prompts_is_told(
-    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench
-) -> None:
-    result = bench(write_profile(LayerSkip.blocks((3,))), code, against="plain")
-    assert "the profile does not record its prompts" in flat(result.stdout)
-
-
 def test_prompts_that_were_left_out_are_counted_in_the_results(
     workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench
 ) -> None:
@@ -228,40 +220,6 @@ def test_who_cannot_run_here_is_left_out_with_the_reason(
     assert "left out: NotImplementedError: no such cache for this family" in flat(table)
 
 
-def test_another_text_is_told_apart(
-    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make = CONTENDERS["hf"]
-
-    def wrong(name: str, setting: Any) -> Any:
-        contender = make(name, setting)
-        honest = contender.decode
-
-        def decode(prompts: Prompts, max_new_tokens: int) -> Decoded:
-            decoded = honest(prompts, max_new_tokens)
-            (tokens,) = decoded.texts
-            return replace(decoded, texts=((*tokens[:-1], (tokens[-1] + 1) % 64),))
-
-        monkeypatch.setattr(contender, "decode", decode)
-        return contender
-
-    monkeypatch.setitem(CONTENDERS, "hf", wrong)
-    result = bench(write_profile(LayerSkip.blocks((3,))), code, against="hf")
-    assert result.exit_code == 0, result.output
-    assert results(workplace)["contenders"]["hf"]["identical"] == 0
-    assert "0/3" in result.stdout
-
-
-def test_a_profile_for_sampling_is_measured_greedily_and_it_is_said(
-    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench
-) -> None:
-    profile = write_profile(LayerSkip.blocks((3,)), Fixed(max_tokens=2), decoding=Decoding(temperature=0.7))
-    result = bench(profile, code, against="hf")
-    assert result.exit_code == 0, result.output
-    assert "the profile was tuned at temperature 0.7" in flat(result.stdout)
-    assert results(workplace)["contenders"]["profile"]["identical"] == 3
-
-
 def test_what_cannot_be_compared_is_one_line(
     workplace: Path, target: Target, code: Path, write_profile: WriteProfile, bench: RunBench
 ) -> None:
@@ -295,7 +253,18 @@ def text_sample(seconds: float, prompt: int, *, prefill: float = 0.5, tokens: in
 
 
 def compared(**samples: Sequence[PromptSample]) -> Compared:
-    return Compared({name: Measurement(samples=tuple(each)) for name, each in samples.items()}, {})
+    """Contenders that took turns: each sample has the plain one of its prompt beside it."""
+    plain = {each.prompt: each for each in samples["plain"]}
+    found = {name: tuple(beside(plain[each.prompt], each) for each in own) for name, own in samples.items()}
+    return Compared({name: Measurement(samples=own) for name, own in found.items()}, {})
+
+
+def beside(plain: PromptSample, own: PromptSample) -> PromptSample:
+    assert plain.prefill is not None
+    assert own.prefill is not None
+    prefill = own.prefill.model_copy(update={"plain_seconds": plain.prefill.draft_seconds})
+    plain_work = {"plain_seconds": plain.draft_seconds, "plain_tokens": plain.draft_tokens}
+    return own.model_copy(update={**plain_work, "prefill": prefill})
 
 
 class Named:
@@ -511,19 +480,6 @@ def test_a_batch_is_compared_with_texts_that_were_written_alone(
     assert [figures[name]["identical"] for name in ("profile", "plain", "hf")] == [2, 2, 4]
 
 
-def test_batches_are_shown_as_such() -> None:
-    samples = [
-        text_sample(taken, number, tokens=40, batch=BatchTexts(count=2, identical=2, ties=0))
-        for number, taken in enumerate((4.0, 5.0, 7.0))
-    ]
-    result = made_up(plain=samples, profile=samples, batch_size=2)
-    said = flat(printed(result))
-    assert "3 batches of 2 prompts of 45 tokens on average (95 % intervals over batches)" in said
-    assert "6/6" in said
-    document = bench_json(result)
-    assert (document["batch_size"], document["contenders"]["plain"]["texts"]) == (2, 6)
-
-
 # --- by our other runners ---------------------------------------------------------------------------------------------
 
 
@@ -561,13 +517,3 @@ def test_bit_exact_output_is_compared_with_plain_decoding_of_its_own_mode(
     assert list(figures) == ["profile", "plain", "plain-bitwise", "profile-bitwise"]
     assert (figures["profile-bitwise"]["identical"], figures["profile-bitwise"]["ties"]) == (0, 0)
     assert figures["plain"]["identical"] == 3
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_profile_and_plain_are_run_as_asked(
-    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench
-) -> None:
-    assert bench(write_profile(LayerSkip.blocks((3, 4))), code, against="plain-eager", runner="static").exit_code == 0
-    found = results(workplace)
-    assert (found["runner"], found["exact_width"]) == ("static", None)
-    assert all(figures["identical"] == 3 for figures in found["contenders"].values())

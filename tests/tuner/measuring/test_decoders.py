@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decoding.decode import Request
-from decoding.draft_length import AdaEdl, Fixed
+from decoding.draft_length import Fixed
 from decoding.drafts import LayerSkip
 from decoding.target import Target
 from decoding.text import Ending
@@ -17,8 +17,8 @@ from studies.contract import Candidate
 from tests.support.benches import bench_on, per_token
 from tests.support.recorders import CountingRecorder, recorded_by
 from tests.support.records import candidate
-from tests.support.tiny import tiny_llama, tiny_target
-from tuner.measuring.paired import Bench, DecoderPool
+from tests.support.tiny import tiny_llama
+from tuner.measuring.paired import Bench
 
 PROMPTS = [tuple((seed * 11 + index * 5) % 60 + 2 for index in range(9 + seed)) for seed in range(4)]
 REQUEST = Request(PROMPTS[0], Ending(12))
@@ -27,17 +27,6 @@ REQUEST = Request(PROMPTS[0], Ending(12))
 def recorded_bench(recorder: CountingRecorder, **options: int) -> Bench:
     """Return a bench whose runner records as on a GPU, at made-up prices."""
     return bench_on(Target(tiny_llama(), recorded_by(recorder)), PROMPTS, clock=per_token(), **options)
-
-
-def test_a_candidate_that_was_measured_before_records_nothing() -> None:
-    recorder = CountingRecorder()
-    bench = recorded_bench(recorder)
-    bench.measure(candidate((2,)), range(4))
-    before = recorder.num_recorded
-    bench.measure(candidate((2,)), range(4))
-    bench.measure(candidate((2,), Fixed(max_tokens=2)), range(4))
-    assert before > 0
-    assert recorder.num_recorded == before
 
 
 def test_the_draft_used_longest_ago_is_dropped_and_its_recordings_with_it() -> None:
@@ -53,34 +42,10 @@ def test_the_draft_used_longest_ago_is_dropped_and_its_recordings_with_it() -> N
     assert recorder.num_recorded > before
 
 
-def test_a_dropped_drafter_is_gone_at_once() -> None:
-    pool = DecoderPool(tiny_target(), most=1)
-    drafter = weakref.ref(pool.get(LayerSkip.blocks((2,)), Fixed()).drafter)
-    gc.disable()
-    try:
-        assert drafter() is not None
-        pool.get(LayerSkip.blocks((3,)), Fixed())
-        assert drafter() is None
-    finally:
-        gc.enable()
-
-
-def test_the_state_of_a_rule_is_not_passed_on() -> None:
-    pool, rule = DecoderPool(tiny_target()), AdaEdl(persistent=True, initial_threshold=0.2)
-    first = pool.get(LayerSkip.blocks((2,)), rule)
-    first.generate(REQUEST)
-    second = pool.get(LayerSkip.blocks((2,)), rule)
-    assert second.drafter is first.drafter
-    assert first.adapted_rule() != rule
-    assert second.adapted_rule() is None
-    second.generate(REQUEST)
-    assert second.adapted_rule() == first.adapted_rule()
-
-
 def test_memory_is_freed_when_a_candidate_needs_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = recorded_bench(CountingRecorder())
     bench.measure(candidate((2,)), range(2))
-    kept = weakref.ref(bench._decoders.get(LayerSkip.blocks((2,)), Fixed()).drafter)
+    kept = weakref.ref(bench._decoders[LayerSkip.blocks((2,))].drafter)
     assert kept() is not None
 
     def full(*args: object, **options: object) -> None:
