@@ -42,7 +42,6 @@ class EarlierTurns:
 
     @property
     def length(self) -> int:
-        """Number of positions that the cache holds."""
         return int(self.past.get_seq_length())
 
     def load(self, cache: KVCache) -> None:

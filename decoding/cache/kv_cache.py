@@ -69,7 +69,6 @@ class Window:
     """Masks derived from `masks` in this pass, by kind, width and repeats: made for the first layer, used by all."""
 
     def begin(self, slots: Tensor, last: Tensor, last_slot: Tensor, masks: tuple[Tensor, ...]) -> None:
-        """Begin a fixed-shape pass over these slots."""
         self.slots, self.last, self.last_slot, self.masks = slots, last, last_slot, masks
         self.extent = None if _are_lengths(masks[0]) or _are_positions(masks[0]) else masks[0][0, 0, 0]
         self.formed.clear()
@@ -372,7 +371,6 @@ class BranchCache(KVCache):
 
     @property
     def num_pending(self) -> int:
-        """Number of positions whose states are pending."""
         return sum(states.shape[-2] for states in self._pending)
 
     @property

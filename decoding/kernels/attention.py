@@ -76,7 +76,6 @@ def _(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float
 
 
 def register() -> None:
-    """Make inductor call the kernel directly, without going through Python."""
     call_directly(
         torch.ops.sdtune.attend.default,
         "aoti_torch_cpu_sdtune_attend",

@@ -144,7 +144,6 @@ class KernelCall:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The inputs that are tensors."""
         return tuple(each for each in self.inputs if isinstance(each, Tensor))
 
     @property
@@ -169,7 +168,6 @@ class CompiledKernel:
         """Address of the C++ function, which steals its inputs; None if only Python can make the call."""
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """Return the outputs."""
         rest = iter(tensors)
         return self._compute([next(rest) if number is None else number for number in self._numbers])
 

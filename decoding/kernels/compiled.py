@@ -29,7 +29,6 @@ class CompiledFunction:
         return self._library is not None
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call the function."""
         return self._function(*arguments)
 
     @functools.cached_property
@@ -85,7 +84,6 @@ def _call_class(name: str, arguments: Sequence[str]) -> Any:
         """A call of the kernel."""
 
         def codegen(self, wrapper: Any) -> None:
-            """Write the declaration and the call."""
             wrapper.header.writeline(declaration)
             super().codegen(wrapper)
 

@@ -68,7 +68,6 @@ class FewPositionsLinear(nn.Linear):
         return twin
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map [.., inputs] to [.., outputs]."""
         if torch.is_grad_enabled() or input.dtype != self.weight.dtype:
             return super().forward(input)
         if not torch.compiler.is_compiling() and input.shape[:-1].numel() > MAX_POSITIONS:
@@ -107,7 +106,6 @@ class PackedLinear(nn.Linear):
         return twin
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map [.., inputs] to [.., outputs]."""
         if torch.is_grad_enabled():
             return super().forward(input)
         if torch.compiler.is_compiling():
@@ -125,7 +123,6 @@ class OnePosition(TorchFunctionMode):
         self._is_cpu = device.type == "cpu"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Intercept each torch function."""
         kwargs = kwargs or {}
         if func is linear and self._is_cpu and args[0].shape[:-1].numel() == 1:
             return _as_sum(*args, **kwargs)

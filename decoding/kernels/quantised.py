@@ -104,7 +104,6 @@ class Int8Weight(PackedWeight):
         return {"scales": scales, "rows": (rows / scales[:, None]).round().clamp(-127, 127).to(torch.int8)}
 
     def integers(self, first: int, end: int) -> Tensor:
-        """Return the bytes of these rows."""
         return self.rows[first:end].double()
 
 
@@ -136,7 +135,6 @@ class Int4Weight(PackedWeight):
         }
 
     def integers(self, first: int, end: int) -> Tensor:
-        """Return the unpacked integers of these rows."""
         pairs, scales, minima = self.pairs[first:end], self.group_scales[first:end], self.minima[first:end]
         bits = torch.cat([pairs & 15, pairs >> 4], dim=2).double()
         return (bits * scales[..., None] + minima[..., None]).flatten(1)[:, : self.num_inputs]
@@ -200,7 +198,6 @@ class QuantisedLinear(nn.Module):
         """The bias of the original layer, shared with it."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map [.., inputs] to [.., outputs]."""
         values, scales = quantised_values(input)
         outputs = (self._sums(values) * self.weight.scales.double() * scales.double()).float().to(input.dtype)
         return outputs if self.bias is None else outputs + self.bias.to(input.dtype)
@@ -250,7 +247,6 @@ class TiledLinear(nn.Module):
         """The bias of the original layer, shared with it."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map [.., inputs] to [.., outputs]."""
         outputs = multiply_integers(input, self.tiles, self.scales, self.group_scales, self.minima)
         return outputs if self.bias is None else outputs + self.bias.to(input.dtype)
 
@@ -273,7 +269,6 @@ def _tiles(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def register() -> None:
-    """Make inductor call the kernel directly, without going through Python."""
     call_directly(
         torch.ops.sdtune.quantised.default,
         "aoti_torch_cpu_sdtune_quantised",

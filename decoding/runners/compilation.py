@@ -39,7 +39,6 @@ MAX_GRAPHS = 64
 
 
 def call_block(block: nn.Module, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the block uncompiled."""
     return block(hidden_states, *args, **kwargs)
 
 
@@ -61,7 +60,6 @@ class CompiledBlocks:
         self._compiled: BlockCall = torch.compile(own, fullgraph=True, backend=compiler)
 
     def __call__(self, block: nn.Module, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a block; see `BlockCall`."""
         if self.problem is not None:
             return block(hidden_states, *args, **kwargs)
         if self.is_new:

@@ -80,7 +80,6 @@ class Outputs:
         )
 
     def copied(self) -> Outputs:
-        """Return a copy in separate memory."""
         rest = self.states, self.best, self.verdict, self.looked
         return Outputs(self.logits.clone(), *map(_copied, rest))
 
@@ -119,7 +118,6 @@ class Written:
     confidence: Tensor | None = None
 
     def copied(self) -> Written:
-        """Return a copy in separate memory."""
         return Written(self.token_ids.clone(), _copied(self.states), _copied(self.confidence))
 
 
@@ -131,7 +129,6 @@ class Verdict:
     """[2 + num_tokens]; see `decoding.acceptance`."""
 
     def copied(self) -> Verdict:
-        """Return a copy in separate memory."""
         return Verdict(self.values.clone())
 
 
@@ -183,7 +180,6 @@ class PassRequest:
 
     @property
     def width(self) -> int:
-        """Number of positions of the pass."""
         return self.token_ids.shape[1]
 
 

@@ -17,8 +17,7 @@ from decoding.memory import is_out_of_memory, without_garbage_collection
 class Copyable(Protocol):
     """Outputs that can be copied out of a recording's memory."""
 
-    def copied(self) -> Self:
-        """Return a copy in separate memory."""
+    def copied(self) -> Self: ...
 
 
 OutputsT = TypeVar("OutputsT", bound=Copyable)

@@ -161,7 +161,6 @@ def compute_rows(part: Part, given: RowInputs, cache: KVCache, mask_kinds: MaskK
 
 
 def split_rows(outputs: Outputs, passes: Mapping[int, PassRequest], rows: Rows) -> dict[int, Outputs]:
-    """Return the outputs of each sequence in `passes`."""
     return {row: _of_row(outputs, row - rows.first, each) for row, each in passes.items()}
 
 
@@ -207,7 +206,6 @@ def _stacked(values: Mapping[int, Tensor], index: Tensor, rows: Rows, dim: int) 
 
 
 def _of_row(outputs: Outputs, index: int, own: PassRequest) -> Outputs:
-    """Return the outputs of the sequence in row `index` of a pass."""
     states = outputs.states
     if states is not None:
         states = states.narrow(-3, index, 1).narrow(-2, 0, min(own.width, states.shape[-2]))

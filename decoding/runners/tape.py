@@ -89,7 +89,6 @@ class _Tape(TorchDispatchMode):
                 self.host_reads.append(str(function))
 
     def close(self, outputs: Iterable[Tensor]) -> None:
-        """End the pass with its outputs."""
         self.graph.output(tuple(map(self._node_of, outputs)))
         self.graph.erase_node(self._first_call)
         self._nodes.clear()

@@ -216,7 +216,6 @@ def find_rope_change(config: Any) -> RopeChange | None:
 
 
 def follow(model: Any, path: tuple[str, ...]) -> nn.ModuleList:
-    """Return the list of blocks at `path` of a model."""
     return functools.reduce(getattr, path, model)
 
 
@@ -264,7 +263,6 @@ class _AttentionCalls(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def take(self) -> list[Call]:
-        """Return the calls noted since the last time."""
         noted, self._noted = self._noted, []
         return noted
 

@@ -305,7 +305,6 @@ class Traced(StandIn):
     """Runs a block of a traced part and records its states in `trace`."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the block; the last one hands all states to the part."""
         if self.is_first:
             self.trace[:] = [hidden_states]
         output = self.block(hidden_states, *args, **kwargs)

@@ -77,7 +77,6 @@ class FeatureBlock(nn.Module):
         return self.block(joined, *args, **kwargs)
 
     def around(self, block: nn.Module) -> FeatureBlock:
-        """Return a copy around another block, which shares everything else."""
         twin = cast(FeatureBlock, shallow_copy(self))
         twin.block = block
         return twin

@@ -101,7 +101,6 @@ class FirstProjection(StandIn):
         self.whole = whole
 
     def forward(self, values: Tensor) -> Tensor:
-        """Map [.., inputs] to [.., outputs]."""
         if torch.is_grad_enabled():
             return self.block(values)
         first, *others = self.whole(values).split(list(self.sizes.values()), dim=-1)
@@ -113,7 +112,6 @@ class OtherProjection(StandIn):
     """Outputs what the group's first projection has computed; computes for itself if that had another input."""
 
     def forward(self, values: Tensor) -> Tensor:
-        """Map [.., inputs] to [.., outputs]."""
         output = self.kept.take(values, self.name)
         return self.block(values) if output is None else output
 

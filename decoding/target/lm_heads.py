@@ -68,7 +68,6 @@ class DraftLMHead(StandIn):
     """Computes the logits of the chosen `token_ids` by `rows`; the others get `LEFT_OUT`."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Map [.., hidden] to logits [.., vocabulary]."""
         chosen = self.rows(hidden_states)
         logits = chosen.new_full((*chosen.shape[:-1], self.block.out_features), LEFT_OUT)
         return logits.index_copy_(-1, self.token_ids, chosen)

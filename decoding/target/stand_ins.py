@@ -69,13 +69,11 @@ class PassState(threading.local):
         """Inputs of blocks by id, with what a `LastPosition` has made of them: made for the first block, used by all."""
 
     def begin(self, width: int, last: Tensor | None, states: Tensor | None) -> None:
-        """Begin a pass of `width` positions."""
         self.width, self.last, self.states = width, last, states
         self.tapped.clear()
         self.narrowed.clear()
 
     def end(self) -> None:
-        """Release what belongs to the pass."""
         self.states = None
         self.tapped.clear()
         self.narrowed.clear()

@@ -278,7 +278,6 @@ class Target:
 
     @property
     def num_layers(self) -> int:
-        """Number of decoder blocks."""
         return len(self.blocks)
 
     @property
@@ -293,7 +292,6 @@ class Target:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the weights."""
         return self.model.dtype
 
     @property

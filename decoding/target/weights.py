@@ -75,7 +75,6 @@ class ModelWeights:
             _take_over(copy, make())
 
     def note(self) -> None:
-        """Note the weights as they are."""
         self._places = self._read_places()
         plain = [
             tensor for tensor in self._tensors() if _is_plain(tensor) and tensor.is_contiguous() and tensor.numel()
