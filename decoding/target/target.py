@@ -239,8 +239,7 @@ class Target:
 
         def piece(token_ids: Tensor, index: int) -> Written:
             request = PassRequest(token_ids, cache, start + index, last_only=True, states=None, looks=looks)
-            written: Written = company.write(part, request, num_tokens - index)
-            return written
+            return company.write(part, request, num_tokens - index)
 
         return write_by(piece, token_ids, num_tokens)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from decoding.decode import Request
 from decoding.decoder import Decoder
-from decoding.draft_length import Fixed, TopProbability
+from decoding.draft_length import Fixed
 from decoding.kernels import choice, linear
 from decoding.kernels.choice import MIN_PACKED_BYTES, fast_linear
 from decoding.kernels.linear import PackedLinear
@@ -24,7 +24,6 @@ from tests.support.generations import plain_text
 from tests.support.grid import PROMPTS, SKIPS
 
 PRECISIONS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-FAMILIES = ["llama", "gemma2", "gemma3n", "gpt_neox_parallel", "mixtral", "phi3", "qwen3"]
 
 
 @pytest.fixture(params=PRECISIONS)
@@ -116,15 +115,13 @@ def packed_layers(block: nn.Module) -> list[nn.Module]:
 
 
 @pytest.mark.usefixtures("uncompiled", "all_sizes")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_packed_weights_change_neither_drafted_nor_plain_output(family: str) -> None:
-    """Every family with every third skip set, and each with one of two rules in turn: a layer is packed whatever is left out."""
     target = Target(build(family), lambda kinds, device: StaticRunner(kinds, device, compiled=False))
     assert packed_layers(target.stack[0])
     prompt, expected = PROMPTS["several tokens"], plain_text(family, "several tokens")
-    rules = [Fixed(max_tokens=4), TopProbability(max_tokens=5, threshold=0.3)]
-    for number, skip in enumerate(list(SKIPS.values())[FAMILIES.index(family) % 3 :: 3], start=FAMILIES.index(family)):
-        decoder = Decoder(target, skip, rules[number % 2])
+    for skip in ("mixed", "last block"):
+        decoder = Decoder(target, SKIPS[skip], Fixed(max_tokens=4))
         assert decoder.generate(Request(prompt, Ending(len(expected)))).tokens == expected
 
 

@@ -24,9 +24,8 @@ from decoding.errors import UnsupportedRunnerError
 from decoding.losslessness import compare
 from decoding.profile import Decoding
 from decoding.rounds import Generation
-from decoding.runners import compilation
 from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
-from decoding.runners.compilation import CompiledBlocks, call_block
+from decoding.runners.compilation import CompiledBlocks
 from decoding.runners.contract import Outputs, Part
 from decoding.runners.eager import EagerRunner
 from decoding.runners.masks import MaskKinds
@@ -292,16 +291,6 @@ def test_block_that_cannot_be_compiled_runs_uncompiled_with_a_warning(monkeypatc
     assert isinstance(target.runner.block_call, CompiledBlocks)
     assert target.runner.block_call.problem is not None
     assert plainly(target, Request(PROMPT, Ending(NUM_NEW_TOKENS))) == plain_text("llama", "several tokens")
-
-
-def test_errors_of_the_block_itself_are_not_taken_for_the_compilers() -> None:
-    class Block(nn.Module):
-        def forward(self, hidden_states: Tensor) -> Tensor:
-            return hidden_states @ torch.zeros(3, 3)
-
-    with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        call_block(Block(), torch.zeros(1, 2), (), {})
-    assert issubclass(compilation._compiler_errors()[0], RuntimeError)
 
 
 # --- bit-exact mode ---------------------------------------------------------------------------------------------------

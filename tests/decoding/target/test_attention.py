@@ -70,8 +70,3 @@ def test_the_model_keeps_its_own_attention() -> None:
     assert model.config._attn_implementation == "sdpa"
     own = [getattr(block, "self_attn").config._attn_implementation for block in target.stack]  # noqa: B009
     assert set(own) == {GROUPED}
-
-
-def test_attention_without_shared_heads_is_left_as_it_is() -> None:
-    model = build("gptj")
-    assert all(getattr(block, "block", block) in list(Target(model).blocks) for block in Target(model).stack)

@@ -97,15 +97,6 @@ def test_refused_model_is_left_as_it_was() -> None:
     assert traces(model) == before
 
 
-def test_facts_of_the_model_are_at_hand() -> None:
-    target = target_of("llama")
-    assert target.device == torch.device("cpu")
-    assert target.dtype == torch.float32
-    assert target.context_length == 256
-    assert target.new_cache(7).capacity == 7
-    assert len(target.new_cache(7)) == NUM_LAYERS
-
-
 def test_model_in_training_is_put_to_evaluation() -> None:
     model = build("llama", attention_dropout=0.5).train()
     target = Target(model)
