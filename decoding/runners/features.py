@@ -18,54 +18,49 @@ class SpeedFeatures:
     """Multiply by the query, key and value weights at once, and by the gate and up weights at once.
 
     The weights become views of one buffer, so that nothing is stored twice. Should save about 14 µs per layer and token: fewer,
-    larger matrix products. Not yet measured on a GPU.
+    larger matrix products.
     """
     coordinate_descent: bool = False
     """Let inductor tune its kernels by coordinate descent (`coordinate_descent_tuning`), on CUDA only.
 
     Matrix products with a single position become tuned reductions. Should save about 16 µs per layer and token, and makes
-    compilation slower. Not yet measured on a GPU.
+    compilation slower.
     """
     varlen_attention: bool = False
     """Attend to the used part of the whole storage (`torch.nn.attention.varlen`), without masks, on CUDA only.
 
     One recording per width serves every context length, and long contexts are split among the processors. Should save about 5 µs
-    per layer and token at short contexts and 30 µs at 4,000 tokens. Not yet measured on a GPU.
+    per layer and token at short contexts and 30 µs at 4,000 tokens.
     """
     draft_vocabulary: int | None = None
     """Number of tokens that drafts choose from: the most frequent ones (FR-Spec, arXiv 2502.14856; EAGLE-3); None for all.
 
     Verification always uses the whole vocabulary; rules see the draft's distribution over these tokens. Drafts read a copy of these
     rows of the LM head: 268 MB for 32,768 rows of 4,096 numbers in bfloat16. A model whose LM head is not a plain linear layer is
-    left alone. Should save about 0.3 ms per drafted token with a vocabulary of 128k. Not yet measured on a GPU.
+    left alone. Should save about 0.3 ms per drafted token with a vocabulary of 128k.
     """
     token_counts: tuple[int, ...] | None = None
     """Occurrences of each token id, which rank the tokens of `draft_vocabulary`; None ranks them by id."""
     plain_chain: int | None = None
     """Number of tokens that plain greedy decoding writes in one recording before the host looks; None for one at a time.
 
-    Should save the host's share of a token, about 0.1 ms. Not yet measured on a GPU.
+    Should save the host's share of a token, about 0.1 ms.
     """
     look_every: int | None = None
     """Number of tokens that are drafted before a rule looks at their confidences together; None for one at a time.
 
     Drafts and decisions stay the same; passes after the rule's stop are wasted. Should save a wait per drafted token, about 0.1 ms.
-    Not yet measured on a GPU.
     """
     whole_rounds: bool = False
     """Record a round of known length at once: draft, verification and acceptance.
 
     Only greedy drafts that skip layers, exits without a head among them, of one sequence; the verification reuses no prefix.
-    Should save the host's share of a round, about 0.2 ms. Not yet measured on a GPU.
+    Should save the host's share of a round, about 0.2 ms.
     """
 
     def __post_init__(self) -> None:
-        numbers = {
-            "draft_vocabulary": self.draft_vocabulary,
-            "plain_chain": self.plain_chain,
-            "look_every": self.look_every,
-        }
-        for name, number in numbers.items():
+        for name in ("draft_vocabulary", "plain_chain", "look_every"):
+            number = getattr(self, name)
             if number is not None and number < 1:
                 raise ValueError(f"{name} must be at least 1 or None, got {number}")
 

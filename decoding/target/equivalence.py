@@ -110,8 +110,7 @@ def _traces(
     cache = target.new_cache(token_ids.shape[1])
     ends = [0, start, start + TOKENS_AFTER - 1, start + TOKENS_AFTER]
     states = [_states(target, whole, token_ids[:, a:b], cache, a) for a, b in itertools.pairwise(ends)]
-    cache = target.new_cache(token_ids.shape[1])
-    target.forward(token_ids[:, :start], cache, 0)
+    cache = _prompted(target, token_ids, start)
     seen = token_ids[:, : start + 1]
     after = _states(target, view, seen[:, start:], cache, start)
     return (
@@ -159,25 +158,29 @@ def _sequences(target: Target) -> Iterator[tuple[Tensor, int]]:
         yield (token_ids if index % 2 == 0 else token_ids.flip(1)), PROMPT_TOKENS + index
 
 
+def _prompted(target: Target, token_ids: Tensor, start: int) -> KVCache:
+    """Return a cache for all tokens, which holds the first `start`."""
+    cache = target.new_cache(token_ids.shape[1])
+    target.forward(token_ids[:, :start], cache, 0)
+    return cache
+
+
 def _logits_of_all(target: Target, view: DraftView, token_ids: Tensor, start: int) -> tuple[Tensor, Tensor]:
     """Return logits of passes over several positions and over one, and of a view over one."""
     whole = _logits(target, token_ids, [TOKENS_AFTER - 1, 1], start)
-    cache = target.new_cache(token_ids.shape[1])
-    target.forward(token_ids[:, :start], cache, 0)
+    cache = _prompted(target, token_ids, start)
     return whole, view.forward(token_ids[:, start : start + 1], cache, start)
 
 
 def _draft_chain(target: Target, view: DraftView, token_ids: Tensor, start: int) -> Tensor:
     """Return `CHAIN_TOKENS` token ids that the view drafts after the first `start + 1` tokens."""
-    cache = target.new_cache(token_ids.shape[1])
-    target.forward(token_ids[:, :start], cache, 0)
+    cache = _prompted(target, token_ids, start)
     return view.write(token_ids[:, start : start + 1], cache, start, CHAIN_TOKENS).token_ids
 
 
 def _is_chain_of(target: Target, view: DraftView, token_ids: Tensor, start: int, drafted: Tensor) -> bool:
     """Return True if each of `drafted` is the most likely token of `view` up to rounding."""
-    cache = target.new_cache(token_ids.shape[1])
-    target.forward(token_ids[:, :start], cache, 0)
+    cache = _prompted(target, token_ids, start)
     given = torch.cat([token_ids[0, start : start + 1], drafted])
     for index, token in enumerate(drafted):
         (logits,) = view.forward(given[index : index + 1][None], cache, start + index).float()
@@ -201,8 +204,7 @@ def _check_exactness(target: Target, width: int) -> None:
 
 def _logits(target: Target, token_ids: Tensor, widths: list[int], start: int) -> Tensor:
     """Return the logits of the tokens from position `start` on, computed in passes of these widths."""
-    cache = target.new_cache(token_ids.shape[1])
-    target.forward(token_ids[:, :start], cache, 0)
+    cache = _prompted(target, token_ids, start)
     parts = []
     for width in widths:
         parts.append(target.forward(token_ids[:, start : start + width], cache, start))
@@ -346,8 +348,8 @@ def find_wrong_block(target: Target, traces: Sequence[Trace]) -> tuple[int, int]
         for number, trace in enumerate(traces):
             given, found = trace.states[index], trace.states[index + 1]
             _, args, kwargs = precise[number][index]
-            raised, raised_kwargs = _raised((given, *args), precision), _raised_all(kwargs, precision)
-            best = first_of(trace.around(reference, index)(*raised, **raised_kwargs))
+            raised = {name: _raised(value, precision) for name, value in kwargs.items()}
+            best = first_of(trace.around(reference, index)(*_raised((given, *args), precision), **raised))
             _, args, kwargs = eager[number][index]
             usual = first_of(trace.around(block, index)(given, *args, **kwargs))
             if not _only_rounded(found, usual, best, trace.first):
@@ -367,10 +369,6 @@ def _raised(value: Any, precision: torch.dtype) -> Any:
     if isinstance(value, tuple):
         return tuple(_raised(each, precision) for each in value)
     return value.to(precision) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _raised_all(values: dict[str, Any], precision: torch.dtype) -> dict[str, Any]:
-    return {name: _raised(value, precision) for name, value in values.items()}
 
 
 def _only_rounded(found: Tensor, usual: Tensor, best: Tensor, first: int) -> bool:

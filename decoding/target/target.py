@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -72,7 +72,10 @@ class Target:
         self._weights.note()
         _TARGETS.setdefault(model, WeakSet()).add(self)
         if self.runner.block_call is not None:
-            check_runner(self, Target(model, self._eager_runner))
+            # Drafts of both choose from the same vocabulary.
+            own = self.runner.features
+            features = SpeedFeatures(draft_vocabulary=own.draft_vocabulary, token_counts=own.token_counts)
+            check_runner(self, Target(model, partial(EagerRunner, features=features)))
 
     def _build_runner(self, runner: str | RunnerFactory, exact_width: int | None) -> EagerRunner:
         if runner == PLAIN_RUNNER and exact_width is None:
@@ -106,12 +109,6 @@ class Target:
         for other in _TARGETS.get(self.model, ()):
             if other is not self:
                 other.runner.drop_recordings()
-
-    def _eager_runner(self, mask_kinds: MaskKinds, device: torch.device) -> EagerRunner:
-        """Return the runner with which this target's passes are compared; it drafts from the same vocabulary."""
-        own = self.runner.features
-        features = SpeedFeatures(draft_vocabulary=own.draft_vocabulary, token_counts=own.token_counts)
-        return EagerRunner(mask_kinds, features=features)
 
     def part(
         self,
