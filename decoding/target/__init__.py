@@ -1,6 +1,6 @@
 """The only package that knows transformers' internals: layer stacks and views of them."""
 
-from decoding.target.anatomy import Anatomy, RopeChange, Sublayer
+from decoding.target.anatomy import Sublayer
 from decoding.target.equivalence import agree
 from decoding.target.heads import ExitHead, FeatureHead, FeatureView
 from decoding.target.lm_heads import DraftVocabulary
@@ -8,7 +8,6 @@ from decoding.target.target import Target
 from decoding.target.views import BlockView, DraftView, ExitView, ResumeView, TappedView
 
 __all__ = [
-    "Anatomy",
     "BlockView",
     "DraftView",
     "DraftVocabulary",
@@ -17,7 +16,6 @@ __all__ = [
     "FeatureHead",
     "FeatureView",
     "ResumeView",
-    "RopeChange",
     "Sublayer",
     "TappedView",
     "Target",

@@ -97,7 +97,12 @@ def check_cache(target: Target) -> None:
                 f"{name} gives different logits from a cache than from one pass: it keeps state outside the cache, or a token "
                 "attends to later tokens"
             )
-        _forget_and_repeat(target, ids, whole, cache, half)
+        target.forward(ids.flip(1)[:, :half], cache, half)  # tokens that will be rejected
+        cache.roll_back(half)
+        if not agree(target.forward(ids[:, half:], cache, half), whole[half:]):
+            raise UnsupportedModelError(
+                f"the cache of {name} does not roll back: its logits differ after a rejected draft"
+            )
         _check_window(target)
 
 
@@ -123,15 +128,6 @@ def _check_window(target: Target) -> None:
         raise UnsupportedModelError(
             f"{type(target.model).__name__} keeps its sliding window by dropping positions from the cache, not by a mask: they "
             "could not be brought back after a rejected draft"
-        )
-
-
-def _forget_and_repeat(target: Target, ids: Tensor, whole: Tensor, cache: KVCache, half: int) -> None:
-    target.forward(ids.flip(1)[:, :half], cache, half)  # tokens that will be rejected
-    cache.roll_back(half)
-    if not agree(target.forward(ids[:, half:], cache, half), whole[half:]):
-        raise UnsupportedModelError(
-            f"the cache of {type(target.model).__name__} does not roll back: its logits differ after a rejected draft"
         )
 
 
