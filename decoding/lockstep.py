@@ -97,7 +97,7 @@ class Lockstep:
         if len(self._running) <= 1:  # the first of a batch: the others begin with it
             self._target.follow_weights()
         cache = KVCache(self._target.num_layers, capacity, self._cache.storage.row(row))
-        cache.company = Company(row, self._tokens.row(row), self._passes, self._reads)
+        cache.company = _Row(row, self._tokens.row(row), self._passes, self._reads)
         return cache
 
     def run(self, tasks: Sequence[Callable[[], object]]) -> Generator[None]:
@@ -202,8 +202,8 @@ class _Pass:
     """Number of greedy tokens that the sequence wants to draft, or None if it wants the outputs of one pass."""
 
 
-class Company:
-    """The other sequences of a batch, as one of them sees them: it is suspended until its request can be shared and answered."""
+class _Row:
+    """The company of one sequence: it suspends the sequence until its request is answered."""
 
     def __init__(self, row: int, tokens: TokenRow, passes: dict[int, _Pass], reads: dict[int, Tensor]) -> None:
         self.tokens = tokens

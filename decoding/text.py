@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from decoding.acceptance import Leaves
+from decoding.cache.kv_cache import Company
 from decoding.drafts.history import RequestHistory
 from decoding.drafts.lookup import CopyIndex, CopySettings
 from decoding.token_memory import OwnTokens, TokenMemory
-
-if TYPE_CHECKING:
-    from decoding.lockstep import Company
 
 SettingsT = TypeVar("SettingsT", bound=Hashable)
 KeptT = TypeVar("KeptT")

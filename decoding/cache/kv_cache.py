@@ -8,7 +8,7 @@ All layers share one window, including layers that a draft skips: these lag unti
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,11 +16,28 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decoding.cache.last_position import last_position, of_last_position
 
-if TYPE_CHECKING:
-    from decoding.lockstep import Company
-
 MOST_PENDING_PIECES = 64
 """Pieces in which pending states are kept before they are joined."""
+
+
+class Company(Protocol):
+    """The other sequences of a batch: one sequence's passes and reads wait until they can be shared.
+
+    `decoding.lockstep` implements it; parts, requests and outputs are defined in `decoding.runners.contract`.
+    """
+
+    @property
+    def tokens(self) -> Any:
+        """The sequence's `decoding.token_memory.TokenMemory`, which the batch shares."""
+
+    def run(self, part: Any, request: Any) -> Any:
+        """Run a pass; see `EagerRunner.run`."""
+
+    def write(self, part: Any, request: Any, num_tokens: int) -> Any:
+        """Draft at least one and at most `num_tokens` greedy tokens; see `EagerRunner.write_together`."""
+
+    def read(self, values: Tensor) -> list[Any]:
+        """Copy `values` [n] to the host."""
 
 
 @dataclass(slots=True)
@@ -248,7 +265,7 @@ class KVCache(Cache):
         self.capacity = capacity
         self.length = 0
         self.company: Company | None = None
-        """The other sequences of a batch, with which this one shares its passes."""
+        """Receives the passes of a sequence that is decoded in lockstep; see `decoding.lockstep`."""
         super().__init__(layers=list(self.storage.layers))
 
     @property

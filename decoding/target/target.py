@@ -236,7 +236,8 @@ class Target:
 
         def piece(token_ids: Tensor, index: int) -> Written:
             request = PassRequest(token_ids, cache, start + index, last_only=True, states=None, looks=looks)
-            return company.write(part, request, num_tokens - index)
+            written: Written = company.write(part, request, num_tokens - index)
+            return written
 
         return write_by(piece, token_ids, num_tokens)
 
