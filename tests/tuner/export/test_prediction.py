@@ -54,7 +54,3 @@ def test_the_acceptance_is_recovered_from_the_mean_of_a_round(acceptance: float)
     accepted = accepted_per_round(acceptance, 6)
     figures = measured(tokens_per_round=1 + accepted, draft_acceptance_rate=accepted / 6)
     assert acceptance_of(figures) == pytest.approx(acceptance)
-
-
-def test_a_draft_that_is_never_accepted_has_no_acceptance() -> None:
-    assert acceptance_of(measured(tokens_per_round=1.0, draft_acceptance_rate=0.0)) == 0.0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from decoding.drafts import Draft, LayerSkip, PromptLookup
+from decoding.drafts import Draft, LayerSkip
 from decoding.profile import DraftProfile, Interval
 from tests.support.profiles import save_profile
 from tests.support.refusals import refused
@@ -97,14 +97,6 @@ def test_vllm_gets_the_schedule_and_losses_say_how_it_was_measured(export: Expor
     assert "always" not in losses
     assert "2 to 4: 1 token; from 5: plain decoding" in losses
     assert "Predicted" not in losses
-
-
-def test_a_lookup_alone_has_a_schedule_too(export: Export) -> None:
-    done = export({1: 7, 4: 0}, draft=PromptLookup())
-    assert done.exit_code == 0, done.output
-    assert _settings()["method"] == "ngram"
-    assert _settings()["num_speculative_tokens"] == 7
-    assert _settings()["num_speculative_tokens_per_batch_size"] == [[1, 1, 7], [2, 4, 0]]
 
 
 def test_what_does_not_fit_the_export_is_refused(export: Export) -> None:

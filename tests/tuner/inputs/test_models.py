@@ -12,11 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from decoding.decode import Request
-from decoding.decoder import plain_decoder
 from decoding.errors import UnsupportedRunnerError
 from decoding.target import Target
-from decoding.text import Ending
 from tests.support.tiny import save_tiny_checkpoint, tiny_llama
 from tuner.errors import ConfigError
 from tuner.inputs import models
@@ -39,7 +36,6 @@ def quantise(checkpoint: Path, settings: dict[str, Any], part: str | None = None
     ("settings", "words"),
     [
         ({"quant_method": "fp8"}, r"quantised \(fp8\), .* \(not installed: accelerate\)"),
-        ({"quant_method": "gptq", "bits": 4}, r"\(gptq\), .* \(not installed: gptqmodel, optimum\)"),
         ({"load_in_4bit": True}, r"\(bitsandbytes\)"),
         ({"quant_method": "of-tomorrow"}, r"\(of-tomorrow\), which has not been tried with sdtune: give"),
     ],
@@ -55,12 +51,6 @@ def test_quantised_checkpoint_is_refused_before_weights_are_read(
     assert "\n" not in str(refused.value)
 
 
-def test_quantised_text_model_inside_another_is_refused(checkpoint: Path) -> None:
-    quantise(checkpoint, {"quant_method": "torchao"}, part="text_config")
-    with pytest.raises(ConfigError, match="quantised"):
-        load(str(checkpoint))
-
-
 def test_spread_model_needs_accelerate(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", _never)
     monkeypatch.setattr(models, "find_spec", lambda name: None)
@@ -74,7 +64,6 @@ def test_spread_model_needs_accelerate(checkpoint: Path, monkeypatch: pytest.Mon
         ({"layers.0": 0, "layers.1": 1}, True, True),
         ({"layers.0": 0, "layers.1": "cpu"}, True, False),
         ({"layers.0": "cpu", "layers.1": "disk"}, False, False),
-        ({"": "cpu"}, False, True),
     ],
 )
 def test_spread_model_that_does_not_fit_is_refused(
@@ -100,18 +89,6 @@ def test_only_the_eager_runner_takes_a_model_on_several_devices() -> None:
     model = tiny_llama()
     model.model.layers[3].to(torch.device("meta"))
     with pytest.raises(UnsupportedRunnerError, match="the weights are on cpu and meta, and only the runner 'eager'"):
-        Target(model, "static")
-
-
-def test_spread_model_decodes_as_the_whole_one(checkpoint: Path, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    places = {f"model.layers.{index}": "cpu" if index < 3 else "disk" for index in range(6)}
-    rest = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), "cpu")
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, device_map=places | rest, offload_folder=tmp_path / "disk")
-    request = Request((3, 9, 27), Ending(12))
-    expected = plain_decoder(Target(load(str(checkpoint)).model)).generate(request).tokens
-    assert plain_decoder(Target(model)).generate(request).tokens == expected
-    with pytest.raises(UnsupportedRunnerError, match="several devices"):
         Target(model, "static")
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +83,6 @@ class TestFiles:
             "\n\n  first\nline two\n \t\n\nsecond\n\n\nthird\n\n", "utf-8-sig"
         )
         assert sorted(texts(load(path, tokenizer, 2, 1))) == ["  first\nline two", "second", "third"]
-
-    def test_a_file_name_is_not_a_pattern(self, tmp_path: Path, tokenizer: Any) -> None:
-        path = write_jsonl(tmp_path / "odd[1]*@x:y.jsonl", [{"prompt": word} for word in WORDS])
-        assert len(texts(load(path, tokenizer))) == 4
 
     @pytest.mark.parametrize(
         ("name", "content", "expected"),
@@ -341,14 +335,6 @@ class TestDraw:
         assert texts(first) != texts(other)
         assert not {p.row for p in first.tuning} & {p.row for p in first.held_out}
 
-    def test_every_order_of_rows_is_equally_likely(self, tmp_path: Path, tokenizer: Any) -> None:
-        path = prompts_file(tmp_path, WORDS[:3])
-        orders = Counter(
-            tuple(prompt.row for prompt in load(path, tokenizer, 3, 0, seed=seed).tuning) for seed in range(60)
-        )
-        assert set(orders) == set(itertools.permutations(range(3)))
-        assert min(orders.values()) >= 3  # 10 are expected of each
-
     def test_empty_and_repeated_rows_are_skipped(self, tmp_path: Path, tokenizer: Any) -> None:
         path = write_jsonl(
             tmp_path / "a.jsonl", [{"prompt": text} for text in ["a", "", " \n", None, "b", "a", "b", "c"]]
@@ -380,13 +366,6 @@ class TestDraw:
         tuning, held_out = ({text.text[0] for text in part} for part in (prompts.tuning, prompts.held_out))
         assert not tuning & held_out
         assert prompts == load(path, tokenizer, 8, 8, seed=seed, group_column="file")
-
-    def test_too_few_groups(self, tmp_path: Path, tokenizer: Any) -> None:
-        path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": word, "file": "one", "tags": ["x"]} for word in WORDS])
-        message = refusal(path, tokenizer, group_column="file")
-        assert "2 for tuning and 0 held out when no 'file' is in both" in message
-        assert "no column 'fiel'; its columns are prompt, file, tags" in refusal(path, tokenizer, group_column="fiel")
-        assert "holds list" in refusal(path, tokenizer, group_column="tags")
 
 
 class TestCategories:
@@ -470,10 +449,6 @@ class TestTokens:
     def test_a_template_with_a_date_gets_a_fixed_one(self, tokenizer: Any) -> None:
         tokenizer.chat_template = "\n{{ strftime_now('%d %b %Y') }} " + CHAT_TEMPLATE
         assert tokenizer.decode(encode_prompt("hi", tokenizer)) == "\n01 Jan 2025 [user] hi[assistant]"
-
-    def test_a_template_that_refuses_a_user_turn(self, tmp_path: Path, tokenizer: Any) -> None:
-        tokenizer.chat_template = "{{ raise_exception('system first') }}"
-        assert "system first; --set chat_template=no" in refusal(prompts_file(tmp_path), tokenizer)
 
     def test_too_long(self, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
         path = prompts_file(tmp_path, ["x" * 100, "y" * 100])

@@ -19,11 +19,14 @@ from tuner.service.workers import Process, Workers
 ELSEWHERE = replace(Process.current(), host="another", place="elsewhere")
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+BOTH = pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
+"""For what databases do each in their own way: clocks and locks."""
+
+
+@pytest.fixture
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[sa.Engine]:
-    url = (
-        f"sqlite:///{tmp_path / 'workers.db'}" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
-    )
+    is_file = getattr(request, "param", "sqlite") == "sqlite"
+    url = f"sqlite:///{tmp_path / 'workers.db'}" if is_file else request.getfixturevalue("postgres_url")
     engine = sa.create_engine(url)
     with engine.begin() as connection:
         connection.execute(sa.text("DROP TABLE IF EXISTS sdtune_workers"))  # those that other tests have left
@@ -48,6 +51,7 @@ def step(engine: sa.Engine, seconds: float) -> None:
         connection.execute(sa.text(f"UPDATE sdtune_workers SET beat = beat - {seconds}"))
 
 
+@BOTH
 def test_a_worker_is_in_the_table_until_it_leaves(engine: sa.Engine) -> None:
     workers = added(engine)
     workers.tell("a", "job")
@@ -69,6 +73,7 @@ def test_an_ended_process_of_this_machine_is_dead_at_once(engine: sa.Engine) -> 
     assert not card(added(engine, replace(Process.current(), pid=done.pid))).alive
 
 
+@BOTH
 def test_a_silent_process_of_another_machine_is_dead_after_the_grace_period(engine: sa.Engine) -> None:
     workers = added(engine, ELSEWHERE)
     assert card(workers).alive
@@ -109,6 +114,7 @@ def test_a_process_that_ended_and_was_not_waited_for_is_dead(engine: sa.Engine) 
         assert not card(workers).alive
 
 
+@BOTH
 def test_one_at_a_time_is_alone(engine: sa.Engine) -> None:
     first, second = Workers(engine), Workers(engine)
     with first.alone() as is_alone, second.alone() as is_alone_too:
@@ -119,6 +125,7 @@ def test_one_at_a_time_is_alone(engine: sa.Engine) -> None:
         assert is_alone
 
 
+@BOTH
 def test_who_is_killed_alone_hinders_nobody(engine: sa.Engine) -> None:
     url = engine.url.render_as_string(hide_password=False)
     program = (
