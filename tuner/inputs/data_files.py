@@ -19,7 +19,6 @@ import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from glob import escape
 from pathlib import Path
@@ -35,39 +34,27 @@ MOST_SHOWN = 12
 """Values that an error lists."""
 
 
-@dataclass(frozen=True)
-class RowFilter:
-    column: str
-    values: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"#{self.column}={'|'.join(self.values)}"
-
-    def apply(self, rows: Any, name: str) -> Any:
-        """Return the matching rows of a `datasets.Dataset`, in order; `name` is the dataset's, for errors.
-
-        Raises `DatasetError` for a missing column, or a value that no row has.
-        """
-        if self.column not in rows.column_names:
-            raise DatasetError(
-                f"the dataset {name} has no column {self.column!r} to choose rows by; its columns are "
-                f"{', '.join(rows.column_names)}"
-            )
-        found = [str(value) for value in rows.with_format(None)[self.column]]
-        for value in self.values:
-            if value not in found:
-                raise DatasetError(
-                    f"no row of the dataset {name} has {value!r} in its column {self.column!r}; values: {_listed(found)}"
-                )
-        return rows.select([index for index, value in enumerate(found) if value in self.values])
-
-
-def split_filter(source: str) -> tuple[str, RowFilter | None]:
-    """Return a source without its filter, and the filter if there is one: `#column=value`, or `#column=value|value`."""
+def split_filter(source: str) -> tuple[str, tuple[str, tuple[str, ...]] | None]:
+    """Return a source without its filter, and column and values if there is one: `#column=value`, or `#column=value|value`."""
     match = _FILTER.fullmatch(source)
     if match is None:
         return source, None
-    return match["source"], RowFilter(match["column"].strip(), tuple(v.strip() for v in match["values"].split("|")))
+    return match["source"], (match["column"].strip(), tuple(each.strip() for each in match["values"].split("|")))
+
+
+def _matching(rows: Any, column: str, values: Sequence[str], name: str) -> Any:
+    """Return the rows of a `datasets.Dataset` whose value in `column`, as text, is one of `values`, in order."""
+    if column not in rows.column_names:
+        raise DatasetError(
+            f"the dataset {name} has no column {column!r} to choose rows by; its columns are {', '.join(rows.column_names)}"
+        )
+    found = [str(value) for value in rows.with_format(None)[column]]
+    for value in values:
+        if value not in found:
+            raise DatasetError(
+                f"no row of the dataset {name} has {value!r} in its column {column!r}; values: {_listed(found)}"
+            )
+    return rows.select([index for index, value in enumerate(found) if value in values])
 
 
 def _listed(found: Sequence[str]) -> str:
@@ -158,8 +145,7 @@ def _read(order: Order) -> tuple[Any, str | None]:
     for name, feature in rows.info.features.items():
         _as_stored(feature, f"the column {name!r} of the dataset {order['location']}")
     if order["filter"] is not None:
-        column, values = order["filter"]
-        rows = RowFilter(column, tuple(values)).apply(rows, order["name"])
+        rows = _matching(rows, *order["filter"], order["name"])
     return rows, split
 
 

@@ -102,7 +102,7 @@ def open_table(source: str) -> Table:
         "config": config,
         "split": split,
         "revision": revision,
-        "filter": chosen and [chosen.column, chosen.values],
+        "filter": chosen,
         "name": name,
     }
     found = READER.ask({"do": "open", "order": order})
@@ -111,7 +111,8 @@ def open_table(source: str) -> Table:
         each: ColumnFacts(facts["is_plain"], facts["is_chat"], facts["names"] and tuple(facts["names"]))
         for each, facts in found["columns"].items()
     }
-    return Table(f"{name}{chosen or ''}", location, preset, columns, found["num_rows"], order)
+    only = f"#{chosen[0]}={'|'.join(chosen[1])}" if chosen else ""
+    return Table(f"{name}{only}", location, preset, columns, found["num_rows"], order)
 
 
 def _kind_of(path: Path) -> str:
