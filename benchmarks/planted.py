@@ -46,7 +46,7 @@ from studies.prediction.predictor import Predictor
 from studies.prediction.proposals import propose_skip_sets
 from studies.prediction.skip_space import SkipSpace
 from studies.prediction.survey import Survey
-from studies.searches.registry import create_study, load_study
+from studies.samplers import load_sampler
 from tuner.measuring.baseline import Baseline, decode_baseline
 from tuner.measuring.clock import PriceList
 from tuner.measuring.cost_table import Timer, measure_cost_table
@@ -176,8 +176,9 @@ def run_search(name: str, problem: PlantedProblem, **settings: Any) -> tuple[flo
     if problem.table.bits:
         given["bits"] = problem.table.bits
     bench = problem.bench
-    study = create_study(
-        name,
+    made = load_sampler(name)
+    asked = made.Settings.model_validate(given)
+    sampler = made(
         Problem(
             problem.target,
             bench.prompts,
@@ -187,12 +188,13 @@ def run_search(name: str, problem: PlantedProblem, **settings: Any) -> tuple[flo
             decoding=DECODING,
             costs=lambda max_tokens: problem.table,
         ),
-        load_study(name).Settings.model_validate(given),
+        asked,
     )
     with TemporaryDirectory() as folder:
-        stored = StudyStore(sqlite_url(Path(folder) / "trials.db"), "planted").open(study, {})
-        records, _ = Trials(study, stored, bench, bench.indices).run()
-    best = best_trials(records, 1, expected=study.expected())
+        stored = StudyStore(sqlite_url(Path(folder) / "trials.db"), "planted").open(sampler, {})
+        most, patience = asked.max_trials, asked.idle_limit
+        records, _ = Trials(sampler, stored, bench, bench.indices, most=most, patience=patience).run()
+    best = best_trials(records, 1, expected=sampler.expected())
     decoded = [each for each in records if each.repeat_of is None and each.candidate.draft.drafts]
     return (best[0].speedup or 0.0) if best else 0.0, decoded
 

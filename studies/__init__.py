@@ -1,4 +1,4 @@
 """What to try next: studies, and what they predict from. Nothing here measures, stores or prints.
 
-Imports `decoding` only. `studies.searches.registry` names the studies.
+Imports `decoding` only. `studies.samplers` names the studies.
 """

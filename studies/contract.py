@@ -1,19 +1,13 @@
-"""The contract between a study and the search that runs it, and the records that pass between them.
-
-A study proposes what to try next. It never measures, stores or prints: `tuner.search.objective` asks it for a candidate, measures
-the candidate by real decoding, stores the record and passes it to `Study.observe`.
-"""
+"""What a search and its studies share: candidates, records of their trials, the problem of a study and the settings of each."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-import optuna
 from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
@@ -160,72 +154,6 @@ class StudySettings(Document):
     def wanted_bits(self, device: torch.device) -> tuple[BitWidth, ...]:
         """Return the precisions of the quantised drafts that the study proposes for a model on `device`."""
         return ()
-
-
-@dataclass(frozen=True)
-class StudySetup:
-    """What the store needs of a study to create or resume it in Optuna."""
-
-    space: Mapping[str, Any]
-    """Identity of the search, as plain data: stored, and compared on resume."""
-    sampler: optuna.samplers.BaseSampler
-    """Optuna's sampler for the parameters that `Study.propose` suggests."""
-    starts: Sequence[Mapping[str, Any]] = ()
-    """Parameter values to try first in a new study."""
-    kept: Any = None
-    """Plain data to store with a new study and pass to `Study.create` on resume: what cannot be recomputed exactly."""
-
-
-class Study(ABC):
-    """One search: proposes candidates and learns from their trials.
-
-    On resume a new instance observes the stored trials again, so state beyond `StudySetup.kept` comes from `observe` alone.
-    A study that keeps no state of its own overrides `propose` only.
-    """
-
-    name: str
-    """The key in `studies.searches.registry.STUDIES`."""
-    Settings: ClassVar[type[StudySettings]] = StudySettings
-
-    def __init__(self, problem: Problem, settings: Any) -> None:
-        self.problem = problem
-        self.settings = settings
-
-    @classmethod
-    def create(cls, problem: Problem, settings: Any, kept: Any = None) -> Study:
-        """Return the study before its first trial. Raises ValueError if `problem` lacks something that it needs."""
-        return cls(problem, settings)
-
-    def setup(self) -> StudySetup:
-        """Return what is stored with the study. Called once, right after `create`."""
-        return StudySetup(self.settings.identity(), optuna.samplers.RandomSampler(seed=self.problem.seed))
-
-    @abstractmethod
-    def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        """Return the next candidate and the notes to keep with its record. Parameters go through `trial.suggest_*`."""
-
-    def observe(self, record: TrialRecord) -> None:  # noqa: B027 - the sampler may keep all state
-        """Learn how a trial ended. Also called for each stored trial on resume, oldest first."""
-
-    def proposes_beside(self, pending: Sequence[Candidate]) -> bool:
-        """Return True if `propose` may be called while these candidates are measured, and take them into account.
-
-        Asked before each proposal while trials are running on several devices. A study whose next candidate follows from the trial
-        before answers False, and its trials run one after another.
-        """
-        return False
-
-    def finished(self) -> str | None:
-        """Return the reason that nothing is left to try, or None. Limits are applied by `studies.limits`."""
-        return None
-
-    def expected(self) -> Mapping[str, float]:
-        """Return expected speed-ups by candidate key, where the study knows more than a trial's few prompts show."""
-        return {}
-
-    def remarks(self) -> list[str]:
-        """Return what a user should know about the result, once the study has ended."""
-        return []
 
 
 def best_trials(

@@ -10,21 +10,14 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
-import optuna
 from optuna.trial import BaseTrial
 from pydantic import AfterValidator, Field
 
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RULES, DraftLengthRule, check_rules
-from studies.samplers import tpe
 
 DEFAULT_RULES = tuple(name for name in RULES if name not in ("ada_edl_published", "max_confidence"))
 """Rules among which searches choose unless told otherwise: all but the forms that drop a token whose draft pass has run."""
-
-
-def rule_sampler(seed: int) -> optuna.samplers.BaseSampler:
-    """Return a TPE sampler that treats the parameters of each rule as one group."""
-    return tpe(seed, group=True, num_random=8)
 
 
 def suggest_rule(trial: BaseTrial, rules: Sequence[str], max_tokens: int) -> DraftLengthRule:

@@ -24,8 +24,9 @@ from decoding.text import Ending
 from studies.contract import Candidate, Problem
 from studies.prediction.contract import predictor_of
 from studies.rule_space import suggest_rule
-from studies.searches.registry import STUDIES, StudyEntry, create_study
+from studies.samplers import SAMPLERS, load_sampler
 from tests.support.tiny import tiny_llama
+from tests.support.trying import Trying
 from tuner.export.engines.data_file import data_engines
 from tuner.export.engines.registry import load_engine
 from tuner.export.plan import FixedLength, Plan
@@ -98,14 +99,13 @@ def test_draft_kind(example: Example, target: Target, monkeypatch: pytest.Monkey
 
 
 def test_study(example: Example, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    example("studies/searches/single_block.py")
-    monkeypatch.setitem(STUDIES, "single_block", StudyEntry("studies.searches.single_block:SingleBlock"))
-    settings = STUDIES["single_block"].load().Settings(num_tokens=3, max_trials=2)
+    example("studies/samplers/single_block.py")
+    monkeypatch.setitem(SAMPLERS, "single_block", "studies.samplers.single_block:SingleBlock")
+    made = load_sampler("single_block")
     problem = Problem(target, prompts=((1, 2),), continuations=((3, 4),), earlier={}, seed=0)
-    study = create_study("single_block", problem, settings)
-    candidate, notes = study.propose(optuna.trial.FixedTrial({"block": 4}))
-    assert candidate == Candidate(draft=LayerSkip.blocks([4]), draft_length=Fixed(max_tokens=3))
-    assert notes == {"block": 4}
+    study = Trying(made(problem, made.Settings(num_tokens=3)))
+    found = [each.candidate for each in study.run(2)]
+    assert found == [Candidate(draft=LayerSkip.blocks([block]), draft_length=Fixed(max_tokens=3)) for block in (0, 1)]
 
 
 def test_export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

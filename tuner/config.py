@@ -16,7 +16,7 @@ from decoding.documents.strict_yaml import Document, Duration, Line, merged, rea
 from decoding.drafts import BitWidth, Layers
 from decoding.profile import ExactWidth
 from decoding.runners import AUTO, PLAIN_RUNNER, bit_exact_runners
-from studies.searches.registry import DEFAULT_STUDIES, STUDIES, load_study
+from studies.samplers import DEFAULT_STUDIES, SAMPLERS, load_sampler
 from tuner.errors import ConfigError
 from tuner.fields import (
     BUDGET,
@@ -171,7 +171,7 @@ class SearchConfig(DataSettings, ModelSettings):
     study: Names = Field(
         DEFAULT_STUDIES,
         min_length=1,
-        description=f"Studies to run, in order; repeatable: {', '.join(STUDIES)}, or optuna:NAME for a sampler of Optuna.",
+        description=f"Studies to run, in order; repeatable: {', '.join(SAMPLERS)}, or optuna:NAME for a sampler of Optuna.",
         json_schema_extra={**BUDGET, "metavar": "NAME"},
     )
     trials: int | None = Field(
@@ -296,8 +296,8 @@ class SearchConfig(DataSettings, ModelSettings):
     @classmethod
     def _studies_exist(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
-            if name not in STUDIES:
-                load_study(name)
+            if name not in SAMPLERS:
+                load_sampler(name)
         return tuple(dict.fromkeys(names))
 
     @model_validator(mode="after")
@@ -391,7 +391,7 @@ class SearchConfig(DataSettings, ModelSettings):
 
     @staticmethod
     def _validated(name: str, settings: Mapping[str, Any]) -> Any:
-        return validate(load_study(name).Settings, settings, source=f"studies.{name}", error=ConfigError)
+        return validate(load_sampler(name).Settings, settings, source=f"studies.{name}", error=ConfigError)
 
 
 ENVIRONMENT: Mapping[str, str] = {"storage": "SDTUNE_DATABASE", "tracking_uri": "MLFLOW_TRACKING_URI"}

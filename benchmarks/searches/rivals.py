@@ -18,7 +18,7 @@ from benchmarks.searches.switches import SkipPoint, Switches, odd_blocks
 from decoding.draft_length import AdaptiveExit, DraftLengthRule, TopProbability
 from decoding.drafts import Draft, LayerSkip
 from studies.prediction.survey import Survey
-from studies.samplers import tpe
+from studies.samplers.by_optuna import tpe
 from tuner.measuring.paired import Bench
 
 SKIP_RATIO = 0.45

@@ -18,7 +18,8 @@ from benchmarks.searches.rivals import RIVALS, Rival
 from decoding.drafts import LayerSkip
 from studies.contract import Candidate, TrialRecord, TrialState
 from studies.measurement import Measurement
-from studies.searches.registry import create_study
+from studies.samplers import load_sampler
+from studies.samplers.contract import RECORD
 from tuner.measuring.paired import Bench, FarTooSlowError
 from tuner.progress import Unwatched
 from tuner.search.problem import build_problem
@@ -90,36 +91,36 @@ class OfStudy:
         with TemporaryDirectory() as folder:
             own = replace(task, config=config)
             problem = build_problem(own, task.heads, bench, (), seconds, Unwatched(), costs_folder=Path(folder))
-            self._study = create_study(name, problem, config.study_settings(name))
-            setup = self._study.setup()
-        self._optuna = optuna.create_study(direction="maximize", sampler=setup.sampler)
-        for start in setup.starts:
-            self._optuna.enqueue_trial(dict(start))
+            self._settings = config.study_settings(name)
+            self._sampler = load_sampler(name)(problem, self._settings)
+            self._study = optuna.create_study(direction="maximize", sampler=self._sampler)
+            self._sampler.begin(self._study)
+        self._num_idle, self._best = 0, 0.0
 
     def propose(self) -> Candidate | None:
         """See `Search.propose`."""
-        if self._study.finished() is not None:
+        patience = self._settings.idle_limit
+        if self._number >= self._settings.max_trials or (patience is not None and self._num_idle >= patience):
             return None
-        self._trial = self._optuna.ask()
-        candidate, self._notes = self._study.propose(self._trial)
-        return candidate
+        if self._sampler.finished(self._study) is not None:
+            return None
+        self._trial = self._study.ask()
+        return self._sampler.space.suggest(self._trial)
 
     def observe(self, candidate: Candidate, measured: Measurement | None) -> None:
         """See `Search.observe`."""
-        if measured is None:
-            self._optuna.tell(self._trial, state=optuna.trial.TrialState.FAIL)
-        else:
-            self._optuna.tell(self._trial, measured.speedup)
-        self._study.observe(
-            TrialRecord(
-                study=self._name,
-                number=self._number,
-                state=TrialState.FAIL if measured is None else TrialState.COMPLETE,
-                candidate=candidate,
-                measurement=measured,
-                notes=self._notes,
-            )
+        record = TrialRecord(
+            study=self._name,
+            number=self._number,
+            state=TrialState.FAIL if measured is None else TrialState.COMPLETE,
+            candidate=candidate,
+            measurement=measured,
+            notes=self._sampler.notes(candidate),
         )
+        self._trial.set_user_attr(RECORD, record.model_dump_json())
+        self._study.tell(self._trial, record.speedup, state=None if measured else optuna.trial.TrialState.FAIL)
+        self._num_idle = 0 if (record.speedup or 0.0) > self._best else self._num_idle + 1
+        self._best = max(self._best, record.speedup or 0.0)
         self._number += 1
 
 

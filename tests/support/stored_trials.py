@@ -8,7 +8,8 @@ import optuna
 from optuna.trial import FrozenTrial
 
 from studies.contract import TrialRecord
-from tuner.search.storage import RECORD, sqlite_url
+from studies.samplers.contract import RECORD
+from tuner.search.storage import sqlite_url
 
 
 def stored_trials(path: Path, *studies: str) -> list[FrozenTrial]:

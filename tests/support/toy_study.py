@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import optuna
+from optuna.trial import FrozenTrial
 from pydantic import Field
 
 from decoding.draft_length import Fixed
 from decoding.drafts import LayerSkip
 from decoding.target import Target
-from studies.contract import Candidate, Study, StudySettings
+from studies.contract import Candidate, Problem, StudySettings
+from studies.prediction.skip_space import SkipSpace
+from studies.samplers.contract import StudySampler
+from studies.space import Parameters, Space
 
 
 class OneBlockSettings(StudySettings):
@@ -25,14 +29,25 @@ class OneBlockSettings(StudySettings):
             raise ValueError(f"lowest: block {self.lowest} of {target.num_layers} layers is the last, or none")
 
 
-class OneBlock(Study):
-    """Every block once, as Optuna's sampler draws them."""
+class OneBlock(StudySampler):
+    """One block after another, from the last but one down to `lowest`, and again."""
 
     name = "one_block"
     Settings = OneBlockSettings
+    space: Space
 
-    def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
+    def __init__(self, problem: Problem, settings: OneBlockSettings) -> None:
+        super().__init__(problem, settings)
+        blocks = SkipSpace.of(problem.target, whole_blocks=True)
+        self.space = Space(problem.target, rules=("fixed",), max_tokens=settings.max_tokens, skips=blocks)
+
+    def choose(self, study: optuna.Study, trial: FrozenTrial) -> Parameters:
         """Return a draft without one block."""
-        block = trial.suggest_int("block", self.settings.lowest, self.problem.target.num_layers - 2)
+        last = self.problem.target.num_layers - 2
+        draft = LayerSkip.blocks([last - trial.number % (last - self.settings.lowest + 1)])
         rule = Fixed(max_tokens=self.settings.max_tokens)
-        return Candidate(draft=LayerSkip.blocks([block]), draft_length=rule), {"block": block}
+        return self.space.parameters(Candidate(draft=draft, draft_length=rule))
+
+    def notes(self, candidate: Candidate) -> dict[str, Any]:
+        """Return the block."""
+        return {"block": candidate.draft.skipped(self.problem.target.num_layers).first_skipped}

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from decoding.documents.strict_yaml import parse_duration
-from studies.searches.registry import DEFAULT_STUDIES, STUDIES
+from studies.samplers import DEFAULT_STUDIES, SAMPLERS
 from tests.support.paths import ROOT
 from tuner.cli.main import main
 from tuner.cli.options import given
@@ -113,7 +113,7 @@ def test_a_trial_is_of_whole_batches_and_two_at_least(batch_size: int, prompts_p
 
 def test_rivals_are_searched_only_when_asked_for() -> None:
     assert SearchConfig(**GIVEN).study == DEFAULT_STUDIES
-    assert set(STUDIES) - set(DEFAULT_STUDIES) >= {"tpe"}
+    assert set(SAMPLERS) - set(DEFAULT_STUDIES) >= {"tpe"}
     shown = " ".join(CliRunner().invoke(main, ["search", "--help"]).stdout.split())
     assert f"[default: {', '.join(DEFAULT_STUDIES)}]" in shown
     asked = load_config(None, {**GIVEN, "study": ("tpe",)})

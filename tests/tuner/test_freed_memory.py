@@ -8,12 +8,8 @@ import sys
 
 import pytest
 
-from studies.contract import Problem
-from tests.support.costs import made_up_costs
-from tests.support.tiny import tiny_target
 from tuner import freed_memory
-from tuner.freed_memory import LARGE, USUAL, large_blocks_given_back
-from tuner.search.study_trials import timed_as_usual
+from tuner.freed_memory import LARGE, USUAL, freed_blocks_kept, large_blocks_given_back
 
 
 @pytest.mark.skipif(sys.platform != "linux" or freed_memory._glibc() is None, reason="glibc only")
@@ -33,16 +29,12 @@ def test_large_blocks_are_given_back_where_asked_and_kept_elsewhere() -> None:
 def test_passes_are_timed_with_freed_memory_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[int] = []
     monkeypatch.setattr(freed_memory, "_keep_less_than", limits.append)
-    target = tiny_target(2)
 
-    def costs(max_tokens: int) -> object:
+    def costs() -> int:
         assert limits[-1] == USUAL
-        return made_up_costs(target, max_tokens)
+        return 3
 
-    problem = Problem(target, ((1, 2),), ((3, 4),), earlier={}, seed=0, costs=costs)  # type: ignore[arg-type]
     with large_blocks_given_back():
-        measured = timed_as_usual(problem).costs
-        assert measured is not None
-        measured(3)
+        assert freed_blocks_kept()(costs)() == 3
         assert limits[-1] == LARGE
     assert limits[-1] == USUAL

@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from studies.searches.registry import STUDIES
+from studies.samplers import SAMPLERS, load_sampler
 from tuner.cli.options import GroupedCommand, given, keys_of, options_of
 from tuner.cli.terminal import (
     CONFIG_OPTION,
@@ -61,7 +61,7 @@ FLAGS = (
 
 
 def _studies() -> dict[str, type[StudySettings]]:
-    return {f"studies.{name}": entry.load().Settings for name, entry in STUDIES.items()}
+    return {f"studies.{name}": load_sampler(name).Settings for name in SAMPLERS}
 
 
 @click.command(cls=GroupedCommand)

@@ -1,4 +1,4 @@
-"""The trials of a study under `study.optimize`: learn, propose, measure by real decoding, store the record, tell Optuna.
+"""The trials of a study under `study.optimize`: suggest, measure by real decoding, store the record, tell Optuna.
 
 Only what the candidate does wrong is caught, as a failed trial: its output differs from plain decoding, decoding it raises, memory
 does not suffice. Any other error ends the search. A trial that looks worse than the best, prompt by prompt, is pruned. A repeated
@@ -8,6 +8,7 @@ candidate takes over the earlier measurement. Other processes may run trials of 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,8 +17,9 @@ import optuna
 import torch
 
 from decoding.errors import first_line
-from studies.contract import Candidate, Study, TrialRecord, TrialState
+from studies.contract import Candidate, TrialRecord, TrialState
 from studies.measurement import Measurement, PromptSample
+from studies.samplers.contract import BEGUN, StudySampler, measured_now
 from tuner.freed_memory import large_blocks_given_back
 from tuner.measuring.turns import Measuring
 from tuner.search.budget import Limit
@@ -46,25 +48,28 @@ class Trials:
 
     def __init__(
         self,
-        study: Study,
+        sampler: StudySampler,
         stored: StoredStudy,
         bench: Measuring,
         indices: Sequence[int],
         *,
         most: int | None = None,
+        patience: int | None = None,
         limit: Limit | None = None,
         on_record: Callable[[TrialRecord], None] = lambda record: None,
         measuring: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """`most` counts the trials of all processes, stored ones included. `on_record` gets the records made here.
+        """`most` counts the trials of all processes, `patience` those without a better speed-up; both count stored ones.
 
-        `measuring` makes the context that a measurement runs in.
+        `on_record` gets the records made here. `measuring` makes the context that a measurement runs in.
         """
-        self._study, self._stored, self._bench, self._indices = study, stored, bench, indices
-        self._most, self._limit, self._on_record, self._measuring = most, limit, on_record, measuring
-        self._known: set[int] = set()
+        self._sampler, self._stored, self._bench, self._indices = sampler, stored, bench, indices
+        self._most, self._patience, self._limit = most, patience, limit
+        self._on_record, self._measuring = on_record, measuring
         self._since = time.perf_counter()
         """When this process began to learn from the last trial, and to choose the next candidate."""
+        with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
+            stored.study.pruner = optuna.pruners.WilcoxonPruner(p_threshold=0.1, n_startup_steps=3)
 
     def run(self) -> tuple[list[TrialRecord], str]:
         """Run trials until the study has ended; return the records of all processes by number, and the reason for the end."""
@@ -78,7 +83,7 @@ class Trials:
                     raise
                 self._end = self._why_none_begins()
         self._stored.wait_for_others()
-        self._learn()
+        self._sampler.learn(self._stored.study)
         return self._stored.records(), self._end
 
     def _stop_at_end(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
@@ -92,42 +97,39 @@ class Trials:
         Wait while trials of other processes (those with a number below `before`) may be the last ones, or decide what is next.
         """
         while True:
-            running = self._stored.running(before)
-            self._learn()  # after the look: a trial that ends between the two counts twice for a moment, rather than not at all
+            # Before the records: a trial that ends between the two looks counts twice for a moment, rather than not at all.
+            running = measured_now(self._stored.study, before)
             ended = self._ended()
-            if ended is not None or not running or self._goes_beside(running):
+            if ended is not None or not running or self._goes_beside(len(running)):
                 return ended
             self._stored.wait()
 
     def _ended(self) -> str | None:
         # The limits first: a study may compute for long before it answers.
-        if self._most is not None and len(self._known) >= self._most:
-            return f"{len(self._known)} trials done"
+        records = self._stored.records()
+        if self._most is not None and len(records) >= self._most:
+            return f"{len(records)} trials done"
         if self._limit is not None and (spent := self._limit.spent()) is not None:
             return spent
-        return self._study.finished()
+        with large_blocks_given_back():
+            if (ended := self._sampler.finished(self._stored.study)) is not None:
+                return ended
+        if self._patience is not None and (idle := _num_idle(records)) >= self._patience:
+            return f"no better candidate in {idle} trials"
+        return None
 
-    def _goes_beside(self, running: Sequence[Candidate | None]) -> bool:
-        """Return True if the study proposes something while these are measured; of one that is being chosen nothing is known."""
-        if self._most is not None and len(self._known) + len(running) >= self._most:
-            return False
-        return self._study.proposes_beside([each for each in running if each is not None])
-
-    def _learn(self) -> None:
-        """Let the study observe the records of all processes that it does not know, by number."""
-        for record in self._stored.records():
-            if record.number not in self._known:
-                self._known.add(record.number)
-                with large_blocks_given_back():
-                    self._study.observe(record)
+    def _goes_beside(self, num_running: int) -> bool:
+        """Return True if a trial may begin while these run."""
+        room = self._most is None or len(self._stored.records()) + num_running < self._most
+        return room and not self._sampler.follows
 
     def _objective(self, trial: optuna.Trial) -> float:
         """Run one trial; see `optuna.Study.optimize`."""
-        candidate, notes = self._proposal(trial)
+        candidate, notes = self._suggested(trial)
         state, measurement, reason, repeat_of = self._repeated(trial, candidate) or self._measured(trial, candidate)
         now = time.perf_counter()
         record = TrialRecord(
-            study=self._study.name,
+            study=self._sampler.name,
             number=trial.number,
             candidate=candidate,
             state=state,
@@ -142,7 +144,6 @@ class Trials:
         self._stored.keep(trial, record)
         if self._limit is not None:
             self._limit.took(record)
-        self._learn()
         shown = time.perf_counter()
         self._on_record(record)
         self._since += time.perf_counter() - shown  # showing a record counts with none
@@ -151,22 +152,19 @@ class Trials:
             return record.speedup
         raise optuna.TrialPruned(reason) if state is TrialState.PRUNED else CandidateError(reason)
 
-    def _proposal(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        """Return the study's next candidate and its notes, and tell other processes what is measured here.
+    def _suggested(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
+        """Return the suggested candidate and the study's notes, and tell other processes what is measured here.
 
         Of processes that begin trials at once, those with a higher number wait where a candidate follows from the trial before.
         """
-        num_known = len(self._known)
-        running = self._stored.running(before=trial.number)
-        self._learn()
-        if (running or len(self._known) > num_known) and (
-            ended := self._why_none_begins(before=trial.number)
-        ) is not None:
+        study = self._stored.study
+        if (ended := self._why_none_begins(before=trial.number)) is not None:
             raise CandidateError(f"not needed: {ended}")
         with large_blocks_given_back():
-            candidate, notes = self._study.propose(trial)
-        self._stored.begin(trial, candidate)
-        while any(each is not None and each.key == candidate.key for each in self._stored.running(before=trial.number)):
+            candidate = self._sampler.space.suggest(trial)
+            notes = self._sampler.notes(candidate)
+        trial.set_user_attr(BEGUN, candidate.key)
+        while any(each is not None and each.key == candidate.key for each in measured_now(study, trial.number)):
             self._stored.wait()
         return candidate, notes
 
@@ -212,6 +210,15 @@ class Trials:
             _free_memory(failure)
             state, reason = TrialState.FAIL, describe_failure(failure)
         return state, Measurement(samples=tuple(samples)) if samples else None, reason, None
+
+
+def _num_idle(records: Sequence[TrialRecord]) -> int:
+    """Return the number of trials since the best speed-up. A repeat shows no new one."""
+    best, last = 0.0, 0
+    for count, record in enumerate(records, start=1):
+        if record.speedup is not None and record.repeat_of is None and record.speedup > best:
+            best, last = record.speedup, count
+    return len(records) - last
 
 
 def _wrong_output(sample: PromptSample) -> str:

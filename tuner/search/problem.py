@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from decoding.drafts import DraftDocument, EarlyExit
@@ -39,7 +39,7 @@ def build_problem(
         earlier.setdefault(record.study, []).append(record)
 
     def costs(max_tokens: int) -> CostTable:
-        return costs_of(task, _contexts(bench), max_tokens, seconds, progress, costs_folder=costs_folder)
+        return _costs(task, bench, max_tokens, seconds, progress, costs_folder)
 
     return Problem(
         target=task.target,
@@ -58,28 +58,20 @@ def build_problem(
     )
 
 
-def costs_of(
-    task: Task,
-    contexts: Sequence[int],
-    max_tokens: int,
-    seconds: float | None,
-    progress: Progress,
-    *,
-    costs_folder: Path | None = None,
+def _costs(
+    task: Task, bench: Bench, max_tokens: int, seconds: float | None, progress: Progress, folder: Path | None
 ) -> CostTable:
-    """Return the costs of passes of a search after these contexts, measured unless they are stored.
-
-    See `build_problem` for the rest.
-    """
+    """Return the costs of passes on this device, measured unless they are stored, and say what they are."""
+    lengths = [len(prompt) for prompt in bench.prompts]
     with task.budget.clock.stage(Stage.COSTS):
         table = cost_table(
             task.target,
             max_tokens=max_tokens,
-            contexts=contexts,
+            contexts=tuple(sorted({min(lengths), max(lengths) + bench.max_new_tokens})),
             progress=progress,
             num_sequences=task.config.batch_size,
             bits=task.config.wanted_bits(task.target.device),
-            folder=costs_folder,
+            folder=folder,
             most_seconds=math.inf if seconds is None else COSTS_SHARE * seconds,
             seed=task.config.seed,
         )
@@ -93,9 +85,3 @@ def costs_of(
 
 def _anything(draft: DraftDocument) -> bool:
     return True
-
-
-def _contexts(bench: Bench) -> tuple[int, ...]:
-    """Return the shortest and the longest context of decoding, in tokens."""
-    lengths = [len(prompt) for prompt in bench.prompts]
-    return tuple(sorted({min(lengths), max(lengths) + bench.max_new_tokens}))

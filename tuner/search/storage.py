@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -24,25 +24,22 @@ from optuna.trial import FrozenTrial
 from optuna.trial import TrialState as OptunaState
 
 from decoding.errors import first_line, one_line
-from studies.contract import Candidate, Study, StudySetup, TrialRecord
+from studies.contract import TrialRecord
+from studies.samplers.contract import RECORD, StudySampler
 from tuner.databases import TABLES, make_private, refuse_unusable_database, sqlite_path
 from tuner.errors import StorageError, StorageOutageError, without_password
 from tuner.review.document import described
 
 FAILURES = (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError)
 """Errors of a storage that is locked, full, damaged or unreachable."""
-RECORD = "record"
 IDENTITY = "identity"
 CONFIGURATION = "model_configuration"
 """Note of a study: hash of the configuration of its model's checkpoint, which is known before the model is loaded."""
-KEPT = "kept"
 PREPARATION = "preparation_seconds"
 METRIC = "speed-up over plain decoding"
 """Name of the objective in Optuna's dashboard."""
 CANDIDATE, REASON = "candidate", "reason"
 """Attributes of a trial for readers of the dashboard: draft and rule in words, and why it was pruned or failed."""
-BEGUN = "begun"
-"""Attribute of a trial: the candidate that is measured, for other processes."""
 RETRY_OF = "retry_of"
 """Attribute of a trial: the trial of a dead process whose parameters it has."""
 RUNS = "run"
@@ -121,30 +118,34 @@ class StudyStore:
                 raise unusable(self.url, cause) from None
             yield
 
-    def open(self, study: Study, identity: Mapping[str, Any], *, preparation_seconds: float = 0.0) -> StoredStudy:
-        """Return the stored study of this search, created if it is new; to be called under the lock.
+    def open(
+        self,
+        sampler: StudySampler,
+        identity: Mapping[str, Any],
+        *,
+        elapsed: Callable[[], float] = time.perf_counter,
+    ) -> StoredStudy:
+        """Return the stored study of this search, which the sampler begins or resumes; to be called under the lock.
 
-        `preparation_seconds` is the time that creating the study took, stored if it is new. Raises `StorageError` if the stored
-        study has another identity (model, data, space).
+        What `elapsed` grows meanwhile is stored as the time of preparing a new study. Raises `StorageError` if the stored study has
+        another identity (model, data, space).
         """
-        name = f"{self.experiment}/{study.name}"
-        setup = study.setup()
+        name, before = f"{self.experiment}/{sampler.name}", elapsed()
         with _as_one_line(self.url), _experimental():
             self._discard_half_made(name)
             stored = optuna.create_study(
-                study_name=name,
-                storage=self._storage,
-                direction="maximize",
-                sampler=setup.sampler,
-                pruner=optuna.pruners.WilcoxonPruner(p_threshold=0.1, n_startup_steps=3),
-                load_if_exists=True,
+                study_name=name, storage=self._storage, direction="maximize", sampler=sampler, load_if_exists=True
             )
-            wanted = json.loads(json.dumps({**identity, "space": setup.space}))
+            wanted = json.loads(json.dumps({**identity, "space": sampler.identity()}))
             known = stored.user_attrs.get(IDENTITY)
-            if known is None:
-                _begin(stored, setup, preparation_seconds, wanted)
-            elif differing := _difference(known, wanted):
+            if known is not None and (differing := _difference(known, wanted)):
                 raise self._other(stored.study_name, differing)
+            sampler.begin(stored)
+            if known is None:
+                stored.set_metric_names([METRIC])
+                stored.set_user_attr(PREPARATION, elapsed() - before)
+                # Last: a study whose creation was killed is not taken for complete.
+                stored.set_user_attr(IDENTITY, wanted)
         self._read[name] = found = StoredStudy(stored, self.url)
         if name not in self._opened:
             self._opened.append(name)
@@ -170,11 +171,6 @@ class StudyStore:
             f"study {study!r} in {self.url} was a search with another {differing}: choose another --experiment or --storage to "
             "keep the two apart"
         )
-
-    def kept(self, study: str) -> Any:
-        """Return `StudySetup.kept` of a stored study, or None if no study of that name is stored."""
-        stored = self._whole(study)
-        return None if stored is None else stored.user_attrs.get(KEPT)
 
     def find(self, study: str) -> StoredStudy | None:
         """Return a stored study of any identity, to be read, or None if no study of that name is stored."""
@@ -267,20 +263,6 @@ class StoredStudy:
                 self._records[trial.number] = _parsed(stored, self.study.study_name, self.url)
         return [self._records[number] for number in sorted(self._records)]
 
-    def running(self, before: int | None = None) -> list[Candidate | None]:
-        """Return what is measured in trials that run, those with a number below `before`; None for what is still being chosen."""
-        trials = self._running()
-        texts = [trial.user_attrs.get(BEGUN) for trial in trials if before is None or trial.number < before]
-        return [None if text is None else Candidate.model_validate_json(text) for text in texts]
-
-    def _running(self) -> list[FrozenTrial]:
-        trials = self.study.get_trials(deepcopy=False, states=(OptunaState.RUNNING,))
-        return [trial for trial in trials if RECORD not in trial.user_attrs]
-
-    def begin(self, trial: optuna.Trial, candidate: Candidate) -> None:
-        """Tell other processes what a trial measures."""
-        trial.set_user_attr(BEGUN, candidate.key)
-
     def keep(self, trial: optuna.Trial, record: TrialRecord) -> None:
         """Write the record of a trial to disk."""
         trial.set_user_attr(CANDIDATE, described(record))
@@ -326,15 +308,24 @@ class StoredStudy:
 
 
 class _Storage(optuna.storages.RDBStorage):
-    """Optuna's storage, in which a sign of life that the database refuses is left out: the next one counts as well."""
+    """Optuna's storage, in which what is on disk counts."""
 
     def record_heartbeat(self, trial_id: int) -> None:
+        """Leave out a sign of life that the database refuses: the next one counts as well."""
         with suppress(*FAILURES):
             super().record_heartbeat(trial_id)
 
+    def set_trial_state_values(self, trial_id: int, state: OptunaState, values: Sequence[float] | None = None) -> bool:
+        """End a trial as its record says: its process may have died between the record and this call."""
+        if state is OptunaState.FAIL and (stored := self.get_trial(trial_id).user_attrs.get(RECORD)) is not None:
+            record = TrialRecord.model_validate_json(stored)
+            state = OptunaState[record.state.name]
+            values = None if record.speedup is None else [record.speedup]
+        return super().set_trial_state_values(trial_id, state, values)
+
 
 def _experimental() -> AbstractContextManager[Any]:
-    """Let Optuna say nothing of what it calls experimental: pruner, heartbeats, names of metrics."""
+    """Let Optuna say nothing of what it calls experimental: heartbeats, names of metrics."""
     return warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning)
 
 
@@ -377,16 +368,6 @@ def attempt(create: Callable[[], None], attempts: int = 5) -> None:
                 raise
             time.sleep(0.1)
     return None
-
-
-def _begin(stored: optuna.Study, setup: StudySetup, preparation_seconds: float, identity: dict[str, Any]) -> None:
-    """Store what a new study begins with, its identity last: a study whose creation was killed is not taken for complete."""
-    stored.set_metric_names([METRIC])
-    for start in setup.starts:
-        stored.enqueue_trial(dict(start))
-    stored.set_user_attr(KEPT, setup.kept)
-    stored.set_user_attr(PREPARATION, preparation_seconds)
-    stored.set_user_attr(IDENTITY, identity)
 
 
 def _retry(study: optuna.Study, stale: FrozenTrial) -> None:

@@ -1,4 +1,4 @@
-"""The studies of a search, one after another: each gets an equal share of the time left, and what it keeps is stored with it."""
+"""The studies of a search, one after another: each gets an equal share of the time left."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
+import optuna
+
 from decoding.drafts import EarlyExit
-from studies.contract import Problem, Study, TrialRecord, best_trials
-from studies.costs.table import CostTable
-from studies.searches.registry import create_study
+from studies.contract import StudySettings, TrialRecord, best_trials
+from studies.samplers import load_sampler
+from studies.samplers.contract import StudySampler
 from tuner.freed_memory import freed_blocks_kept, large_blocks_given_back
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
@@ -38,7 +40,7 @@ class StudyRuns:
     ended: dict[str, str] = field(default_factory=dict)
     """Reason for the end of each study, and its remarks."""
     expected: dict[str, float] = field(default_factory=dict)
-    """Expected speed-ups by candidate key (`Study.expected`)."""
+    """Expected speed-ups by candidate key (`StudySampler.expected`)."""
     _run: str = field(default_factory=lambda: uuid4().hex)
 
     def run(self) -> None:
@@ -49,21 +51,32 @@ class StudyRuns:
             with clock.stage(Stage.CHOOSING):
                 share = self.task.budget.left_for_trials / (len(names) - number)
                 until = self.task.budget.left - share  # preparing takes time of the share too
-                study, stored, most = self._open(name, share)
+                settings = self.task.config.study_settings(name)
+                sampler, stored = self._open(name, settings, share)
+                done = len(stored.records())
+                if done:
+                    self.progress.say(f"{name}: {done} finished trials found in {self.store.url}, going on from there")
+                most = min(limit for limit in (self.task.config.trials, settings.max_trials) if limit is not None)
+                self.progress.stage(name, most)
+                self.progress.advance(done)
                 deployment = self.task.deployment
                 trials = Trials(
-                    study,
+                    sampler,
                     stored,
                     self.bench if deployment is None else RuledBench(self.bench, deployment.rules),
                     self.bench.indices[: self.task.config.samples_per_trial],
                     most=most,
+                    patience=settings.idle_limit,
                     limit=self._time(until, stored.records if name == names[-1] else self.store.records),
                     on_record=self._keep,
                     measuring=lambda: clock.stage(Stage.TRIALS),
                 )
                 _, why = trials.run()
-            self.ended[name] = "; ".join([why, *study.remarks()])
-            self.expected |= study.expected()
+            self.ended[name] = "; ".join([why, *sampler.remarks()])
+            self.expected |= sampler.expected()
+            stored.study.sampler = (
+                optuna.samplers.RandomSampler()
+            )  # ours may hold surveys as large as the model's weights
             self.progress.say(f"{name}: {self.ended[name]}")
             self.note_time()
 
@@ -72,32 +85,24 @@ class StudyRuns:
         budget = self.task.budget
         self.store.note_run(self._run, budget.spent - budget.spent_before)
 
-    def _open(self, name: str, share: float) -> tuple[Study, StoredStudy, int]:
-        """Create the study, from what it kept if it is stored, and open its storage; one process does so at a time.
-
-        Returns both, and the number of its trials at most.
-        """
+    def _open(self, name: str, settings: StudySettings, share: float) -> tuple[StudySampler, StoredStudy]:
+        """Open the stored study `name`, which its sampler begins or resumes; one process does so at a time."""
         task, clock = self.task, self.task.budget.clock
         with self.store.lock():
             self.progress.stage(f"{name}: preparing")
-            before = clock.elapsed
-            settings = task.config.study_settings(name)
             earlier = self.store.records() if settings.reads_earlier else ()
             seconds = None if task.budget.timeout is None else share
             problem = build_problem(task, self.heads, self.bench, earlier, seconds, self.progress)
+            assert problem.costs is not None, "a search measures them"
+            # As production runs, though what is freed between surveys is given back.
+            problem = replace(problem, costs=freed_blocks_kept()(problem.costs))
             with large_blocks_given_back():
-                study = create_study(name, timed_as_usual(problem), settings, self.store.kept(name))
-            stored = self.store.open(study, task.identity, preparation_seconds=clock.elapsed - before)
+                sampler = load_sampler(name)(problem, settings)
+                stored = self.store.open(sampler, task.identity, elapsed=lambda: clock.elapsed)
             stored.note(RUN_ID, self.tracker.run_id)
             if task.configuration is not None:
                 stored.note(CONFIGURATION, task.configuration)
-        done = len(stored.records())
-        if done:
-            self.progress.say(f"{name}: {done} finished trials found in {self.store.url}, going on from there")
-        most = min(limit for limit in (task.config.trials, settings.max_trials) if limit is not None)
-        self.progress.stage(name, most)
-        self.progress.advance(done)
-        return study, stored, most
+        return sampler, stored
 
     def _time(self, until: float, wanted: Callable[[], list[TrialRecord]]) -> TrialTime | None:
         """Return the time of a study that ends when `until` seconds are left of the search.
@@ -125,16 +130,3 @@ class StudyRuns:
                 self.tracker.log_history({len(records): {"best_speedup": best[0].speedup or 0.0}})
         self.progress.trial(record, best[0] if best else None)
         self.note_time()
-
-
-def timed_as_usual(problem: Problem) -> Problem:
-    """Return the problem with costs that are measured with freed memory kept, as production runs."""
-    measure = problem.costs
-    if measure is None:
-        return problem
-
-    def costs(max_tokens: int) -> CostTable:
-        with freed_blocks_kept():
-            return measure(max_tokens)
-
-    return replace(problem, costs=costs)

@@ -11,7 +11,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from studies.searches.joint import JointSettings
+from studies.samplers.joint import JointSettings
 from tuner.cli.main import COMMANDS, main
 from tuner.cli.search import FLAGS
 from tuner.config import DistillSettings, SearchConfig

@@ -12,7 +12,7 @@ from decoding.profile import DraftProfile
 from studies.contract import TrialRecord
 from studies.prediction.contract import Prediction
 from studies.prediction.proposals import Proposals
-from studies.searches.joint import PoolSource
+from studies.samplers.joint import PoolSource
 from tests.support.commands import SearchCommand
 from tests.support.stored_trials import stored_records
 

@@ -23,7 +23,7 @@ from decoding.text import Ending
 from studies.prediction.guided import GuidedSearch
 from studies.prediction.predictor import Predictor
 from studies.prediction.survey import Survey
-from studies.searches.draft_length import DraftLengthSettings
+from studies.samplers.draft_length import DraftLengthSettings
 from tests.support.commands import SearchCommand
 from tests.support.costs import made_up_costs
 from tests.support.stored_trials import stored_records

@@ -8,14 +8,14 @@ import pytest
 
 from decoding.profile import DraftProfile
 from studies.contract import TrialRecord
-from studies.searches.registry import STUDIES, StudyEntry
+from studies.samplers import SAMPLERS
 from tests.support.commands import SearchCommand
 from tests.support.stored_trials import stored_records
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(STUDIES, "one_block", StudyEntry("tests.support.toy_study:OneBlock"))
+    monkeypatch.setitem(SAMPLERS, "one_block", "tests.support.toy_study:OneBlock")
 
 
 def _records(workplace: Path) -> list[TrialRecord]:

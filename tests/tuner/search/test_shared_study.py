@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
-import optuna
 import pytest
 
-from studies.contract import Candidate, Study, StudySetup, TrialRecord
+from studies.contract import Candidate, TrialRecord
 from studies.measurement import PromptSample
 from tests.support.benches import ScriptedBench, first_block
-from tests.support.records import candidate, sample
+from tests.support.records import sample
+from tests.support.scripted import Scripted
 from tuner.search.objective import Trials
 from tuner.search.storage import StudyStore, sqlite_url
 
 NUM_TRIALS, NUM_WORKERS = 12, 3
 
 
-class ByNumber(Study):
-    """Proposes another skip set in each trial."""
-
-    name = "by_number"
-
-    def __init__(self, *, beside: bool) -> None:
-        self.observed: list[TrialRecord] = []
-        self._beside = beside
-
-    def setup(self) -> StudySetup:
-        return StudySetup({}, optuna.samplers.RandomSampler(seed=0), starts=[{"block": 0}], kept="kept")
-
-    def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        return candidate((trial.number,)), {}
-
-    def proposes_beside(self, pending: Sequence[Candidate]) -> bool:
-        return self._beside
-
-    def observe(self, record: TrialRecord) -> None:
-        self.observed.append(record)
+def _by_number(*, beside: bool) -> Scripted:
+    """Tries another skip set in each trial; more than are asked for."""
+    return Scripted([(number,) for number in range(50)], starts=[{"index": 0}], follows=not beside)
 
 
 def _answer(wanted: Candidate, index: int) -> PromptSample:
@@ -55,7 +36,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.mark.parametrize("beside", [False, True])
 def test_workers_share_a_study_and_nothing_is_lost_or_doubled(url: str, beside: bool) -> None:
     made: dict[int, list[TrialRecord]] = {number: [] for number in range(NUM_WORKERS)}
-    studies = [ByNumber(beside=beside) for _ in made]
+    studies = [_by_number(beside=beside) for _ in made]
     failures: list[BaseException] = []
 
     def work(worker: int) -> None:
@@ -77,7 +58,7 @@ def test_workers_share_a_study_and_nothing_is_lost_or_doubled(url: str, beside: 
         thread.join()
     assert failures == []
     store = StudyStore(url, f"shared-{beside}")
-    records = store.open(ByNumber(beside=beside), {"model": "a"}).records()
+    records = store.open(_by_number(beside=beside), {"model": "a"}).records()
     store.close()
     numbers = [record.number for record in records]
     assert len(records) == len(set(numbers)) == NUM_TRIALS, "no trial is missing, none is there twice"
@@ -106,7 +87,7 @@ class _Meanwhile:
 
 
 def test_a_trial_that_another_process_ends_meanwhile_counts(tmp_path: Path) -> None:
-    studies = [ByNumber(beside=True) for _ in range(2)]
+    studies = [_by_number(beside=True) for _ in range(2)]
     first, second = (StudyStore(sqlite_url(tmp_path / "trials.db"), "meanwhile").open(each, {}) for each in studies)
     bench = ScriptedBench(_answer)
     other = Trials(studies[1], second, bench, range(2), most=1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sqlite3
 import warnings
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
@@ -14,30 +14,31 @@ import optuna
 import pytest
 from optuna.trial import TrialState as OptunaState
 
-from studies.contract import Candidate, Problem, Study, StudySetup, TrialRecord, TrialState
-from studies.searches.draft_length import DraftLength, DraftLengthSettings
+from studies.contract import TrialRecord, TrialState
+from studies.samplers.contract import BEGUN, Parameters, measured_now
 from tests.support.records import candidate, record
+from tests.support.scripted import Scripted
 from tests.support.stored_trials import stored_trials
-from tests.support.tiny import tiny_target
 from tuner.errors import StorageError
 from tuner.search.storage import StoredStudy, StudyStore, sqlite_url
 
 IDENTITY = {"model": "a", "data": "b"}
 
 
-class OneCandidate(Study):
-    """Always proposes the same; its space is what the test says."""
+class OneCandidate(Scripted):
+    """Tries skip sets by number; its space is what the test says."""
 
     name = "one_candidate"
 
-    def __init__(self, space: dict[str, Any] | None = None) -> None:
-        self._setup = StudySetup(space or {}, optuna.samplers.RandomSampler(seed=0))
+    def __init__(self, space: dict[str, Any] | None = None, starts: Sequence[Parameters] = ()) -> None:
+        super().__init__([(number,) for number in range(99)], starts=starts)
+        self._identity = space or {}
 
-    def setup(self) -> StudySetup:
-        return self._setup
+    def identity(self) -> dict[str, Any]:
+        return self._identity
 
-    def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        return candidate(), {}
+
+TWO = [{"index": 0}, {"index": 1}]
 
 
 def _store(tmp_path: Path) -> StudyStore:
@@ -78,20 +79,34 @@ def test_a_running_trial_of_a_dead_process_is_no_record_and_is_tried_once_more(
 ) -> None:
     monkeypatch.setattr("tuner.search.storage.BEAT_SECONDS", 1)
     monkeypatch.setattr("tuner.search.storage.GRACE_SECONDS", 1)
-    study = Keeping()
+    study = OneCandidate(starts=TWO)
     dead = _store(tmp_path).open(study, IDENTITY)
     trial = _ask(dead)  # and dies before its first sign of life
-    dead.begin(trial, study.propose(trial)[0])
+    trial.set_user_attr(BEGUN, study.space.suggest(trial).key)
     stored = _store(tmp_path).open(study, IDENTITY)
     assert stored.records() == []
-    assert stored.running() == [candidate((0,))]
+    assert measured_now(stored.study) == [candidate((0,))]
     stored.wait_for_others()
-    assert stored.records() == stored.running() == []
+    assert stored.records() == measured_now(stored.study) == []
     assert _states(tmp_path) == ["FAIL", "WAITING", "WAITING"]
-    again = [study.propose(_ask(stored))[0] for _ in range(2)]
+    again = [study.space.suggest(_ask(stored)) for _ in range(2)]
     assert again == [candidate((1,)), candidate((0,))], "what began first, then the lost one"
     stored.wait_for_others()
     assert _states(tmp_path) == ["FAIL"] * 3 + ["WAITING"], "a retry is not retried"
+
+
+@pytest.mark.parametrize("made", [record(1.25), record(None), record(0.9, state=TrialState.PRUNED)])
+def test_a_trial_whose_process_died_after_its_record_ends_as_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: TrialRecord
+) -> None:
+    monkeypatch.setattr("tuner.search.storage.BEAT_SECONDS", 1)
+    monkeypatch.setattr("tuner.search.storage.GRACE_SECONDS", 1)
+    dead = _store(tmp_path).open(OneCandidate(), IDENTITY)
+    dead.keep(_ask(dead), made)  # and dies before it tells Optuna
+    stored = _store(tmp_path).open(OneCandidate(), IDENTITY)
+    stored.wait_for_others()
+    (trial,) = stored.study.trials
+    assert (trial.state.name, trial.value) == (made.state.name, made.speedup)
 
 
 def test_a_new_file_is_discarded_unless_another_process_uses_it(tmp_path: Path) -> None:
@@ -114,7 +129,7 @@ def test_processes_that_begin_at_once_on_a_new_file_make_one_study(tmp_path: Pat
             barrier.wait()
             store = _store(tmp_path)
             with store.lock():
-                stored = store.open(Keeping(f"of {number}"), IDENTITY)
+                stored = store.open(OneCandidate(starts=TWO), IDENTITY)
             _finish(stored, record(1.25, number=number))
         except Exception as failure:
             failures.append(failure)
@@ -178,20 +193,13 @@ def test_an_unusable_url_is_one_line(url: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_a_new_study_begins_with_its_starts(tmp_path: Path) -> None:
-    settings = DraftLengthSettings(draft=candidate().draft)
-    study = DraftLength(Problem(tiny_target(), (), (), earlier={}, seed=0), settings)
-    stored = _store(tmp_path).open(study, IDENTITY)
-    assert [study.propose(_ask(stored))[0].draft_length.rule for _ in settings.rules] == list(settings.rules)
-
-
 def test_an_experiment_below_another_is_another(tmp_path: Path) -> None:
     """A name may have slashes, and each is a search of its own."""
     names = ("a", "a/b", "a/b/c")
     stores = {name: StudyStore(sqlite_url(tmp_path / "trials.db"), name) for name in names}
     for seconds, (name, store) in enumerate(stores.items(), start=1):
         store.check_identity({"model": name})
-        store.open(OneCandidate(), {"model": name}, preparation_seconds=seconds)
+        store.open(OneCandidate(), {"model": name}, elapsed=iter([10, 10 + seconds]).__next__)
     for seconds, (name, store) in enumerate(stores.items(), start=1):
         store.check_identity({"model": name})
         assert store.spent_seconds() == seconds
@@ -214,32 +222,9 @@ def test_a_study_is_found_to_read_whatever_it_was_a_search_over(tmp_path: Path) 
     assert _store(tmp_path).find("one") is None
 
 
-class Keeping(OneCandidate):
-    """Keeps something of its making, and begins with two starts."""
-
-    def __init__(self, kept: Any = None, first: int = 0) -> None:
-        super().__init__()
-        self._setup = replace(self._setup, starts=[{"index": first}, {"index": first + 1}], kept=kept)
-
-    def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        return candidate((trial.suggest_int("index", 0, 99),)), {}
-
-
-def test_what_a_study_keeps_when_it_is_made_is_what_later_ones_get(tmp_path: Path) -> None:
-    store = _store(tmp_path)
-    assert store.kept("one_candidate") is None
-    store.open(Keeping([{"exit": 3, "speedup": 1.25}]), IDENTITY, preparation_seconds=5.0)
-    store.open(Keeping("something else"), IDENTITY, preparation_seconds=7.0)
-    again = _store(tmp_path)
-    assert again.kept("one_candidate") == [{"exit": 3, "speedup": 1.25}]
-    assert again.kept("another") is None
-    assert StudyStore(sqlite_url(tmp_path / "trials.db"), "other").kept("one_candidate") is None
-    assert again.spent_seconds() == 5.0, "what the study took when it was made"
-
-
 def test_spent_seconds_are_of_trials_and_of_preparing_named_studies(tmp_path: Path) -> None:
     store = _store(tmp_path)
-    stored = store.open(Keeping(), IDENTITY, preparation_seconds=5.0)
+    stored = store.open(OneCandidate(), IDENTITY, elapsed=iter([2.0, 7.0]).__next__)
     _finish(stored, record(1.25, seconds=2.0))
     _finish(stored, record(None, seconds=0.5))
     assert store.spent_seconds() == store.spent_seconds(["one_candidate"]) == 7.5
@@ -261,12 +246,10 @@ def test_study_whose_making_was_cut_short_is_made_anew(
     with monkeypatch.context() as patch:
         patch.setattr(optuna.Study, killed_at, killed)
         with pytest.raises(KeyboardInterrupt):
-            _store(tmp_path).open(Keeping("lost", first=50), IDENTITY)
-    assert _store(tmp_path).kept("one_candidate") is None
-    study = Keeping("made anew")
+            _store(tmp_path).open(OneCandidate(starts=[{"index": 50}, {"index": 51}]), IDENTITY)
+    study = OneCandidate(starts=TWO)
     stored = _store(tmp_path).open(study, IDENTITY)
-    assert _store(tmp_path).kept("one_candidate") == "made anew"
-    assert [study.propose(_ask(stored))[0] for _ in range(2)] == [candidate((0,)), candidate((1,))]
+    assert [study.space.suggest(_ask(stored)) for _ in range(2)] == [candidate((0,)), candidate((1,))]
     trials = optuna.load_study(study_name="experiment/one_candidate", storage=stored.url).trials
     assert len(trials) == 2, "no start of the lost one is left"
 

@@ -11,7 +11,7 @@ import pytest
 
 from decoding.probe import probe
 from decoding.profile import DraftProfile
-from studies.searches.joint import PoolSurveys
+from studies.samplers.joint import PoolSurveys
 from tests.support.simulated_time import SimulatedTime
 from tuner.bench.config import BenchConfig
 from tuner.bench.task import prepare_bench

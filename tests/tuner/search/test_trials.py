@@ -9,40 +9,23 @@ from typing import Any
 import optuna
 import pytest
 import torch
+from optuna.trial import FrozenTrial
 
-from studies.contract import Candidate, Study, StudySetup, TrialRecord, TrialState
+from studies.contract import Candidate, TrialRecord, TrialState
 from studies.measurement import BatchTexts, PromptSample
+from studies.samplers.contract import Parameters
 from tests.support.benches import ScriptedBench, first_block
-from tests.support.records import candidate, sample
+from tests.support.records import sample
+from tests.support.scripted import Scripted
 from tests.support.stored_trials import stored_trials
+from tuner.errors import ExportError
 from tuner.search.budget import Budget, TrialTime
+from tuner.search.deployment import RuledBench
 from tuner.search.objective import NUM_WARM_UP, Trials
 from tuner.search.storage import StudyStore, sqlite_url
 from tuner.stage_clock import StageClock
 
 INDICES = range(6)
-
-
-class Scripted(Study):
-    """Proposes the given skip sets in order."""
-
-    name = "scripted"
-
-    def __init__(self, sets: Sequence[Sequence[int]]) -> None:
-        self._sets = list(sets)
-        self.observed: list[TrialRecord] = []
-
-    def setup(self) -> StudySetup:
-        return StudySetup({}, optuna.samplers.RandomSampler(seed=0))
-
-    def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        return candidate(self._sets[len(self.observed)]), {"index": len(self.observed)}
-
-    def observe(self, record: TrialRecord) -> None:
-        self.observed.append(record)
-
-    def finished(self) -> str | None:
-        return "all proposed" if len(self.observed) == len(self._sets) else None
 
 
 def _run(
@@ -78,7 +61,7 @@ def test_every_trial_is_measured_recorded_and_observed(tmp_path: Path) -> None:
     assert [record.state for record in records] == [TrialState.COMPLETE] * 2
     assert [len(record.measurement.samples) for record in records if record.measurement] == [6, 6]
     assert study.observed == records
-    assert [record.notes for record in records] == [{"index": 0}, {"index": 1}]
+    assert [record.notes for record in records] == [{"skipped": "skip 3"}, {"skipped": "skip 4"}]
 
 
 def test_a_set_met_before_is_not_measured_again(tmp_path: Path) -> None:
@@ -197,6 +180,36 @@ def test_the_trial_budget_counts_stored_trials(tmp_path: Path) -> None:
     assert ended == "2 trials done"
 
 
+@pytest.mark.parametrize(
+    ("sets", "num_trials"),
+    [
+        ([[1], [3], [2], [3], [9]], 4),  # the best is the second, and its repeat is no better one
+        ([[5], [4], [6], [5], [4], [7]], 5),  # a failed one counts
+    ],
+)
+def test_it_ends_after_patience_trials_without_a_better_speedup(
+    tmp_path: Path, sets: Sequence[Sequence[int]], num_trials: int
+) -> None:
+    def answer(wanted: Candidate, index: int) -> PromptSample:
+        if first_block(wanted) == 4:
+            raise ValueError("no")
+        return _by_first_block(wanted, index)
+
+    records, ended, _ = _run(tmp_path, sets, ScriptedBench(answer), patience=2)
+    assert (len(records), ended) == (num_trials, "no better candidate in 2 trials")
+
+
+def test_what_an_engine_does_not_run_is_a_failed_trial_that_says_so(tmp_path: Path) -> None:
+    class Rules:
+        def check(self, wanted: Candidate) -> None:
+            if first_block(wanted) == 4:
+                raise ExportError("the engine runs no such copies")
+
+    bench = RuledBench(ScriptedBench(_by_first_block), Rules())  # type: ignore[arg-type]
+    records, _, _ = _run(tmp_path, [[3], [4]], bench)  # type: ignore[arg-type]
+    assert [record.reason for record in records] == [None, "ExportError: the engine runs no such copies"]
+
+
 def test_no_trial_begins_when_the_seconds_are_spent(tmp_path: Path) -> None:
     bench = ScriptedBench(_by_first_block)
     limit = TrialTime(Budget(10.0, StageClock(), spent_before=10.0), 0.0, 0.0, 1.0, has_result=lambda: True)
@@ -221,17 +234,17 @@ def test_seconds_of_a_trial_are_those_of_thinking_and_of_measuring(
     clock = Clock()
 
     class Thinking(Scripted):
-        def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
+        def choose(self, study: optuna.Study, trial: FrozenTrial) -> Parameters:
             clock.now += 2.0
-            return super().propose(trial)
+            return super().choose(study, trial)
 
         def observe(self, record: TrialRecord) -> None:
             clock.now += 0.5
             super().observe(record)
 
-        def finished(self) -> str | None:
+        def finished(self, study: optuna.Study) -> str | None:
             clock.now += 0.25
-            return super().finished()
+            return super().finished(study)
 
     def answer(wanted: Candidate, index: int) -> PromptSample:
         clock.now += 10.0
@@ -243,6 +256,7 @@ def test_seconds_of_a_trial_are_those_of_thinking_and_of_measuring(
     monkeypatch.setattr("tuner.search.objective.time", clock)
     stored = StudyStore(sqlite_url(tmp_path / "trials.db"), "e").open(study := Thinking([[3], [4], [3]]), {})
     records, _ = Trials(study, stored, ScriptedBench(answer), INDICES, on_record=show).run()
-    # Learning from a trial (0.5 s) and deciding whether to go on (0.25 s) count with the next trial. A repeat is not measured.
-    assert [record.seconds for record in records] == [62.25, 62.75, 2.75]
+    # Learning from a trial (0.5 s) and deciding whether to go on (0.25 s, and again when it begins) count with the next trial. A
+    # repeat is not measured.
+    assert [record.seconds for record in records] == [62.5, 63.0, 3.0]
     assert stored.records() == records

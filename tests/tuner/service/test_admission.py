@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from fastapi.testclient import TestClient
 
-from studies.searches.registry import STUDIES
+from studies.samplers import SAMPLERS, load_sampler
 from tuner.cli.main import main
 from tuner.cli.worker import OF_THE_WORKER
 from tuner.config import DistillSettings, SearchConfig
@@ -71,7 +71,7 @@ def test_a_request_holds_no_text_of_an_unknown_kind() -> None:
         *("category_column", "study"),
     }
     assert set(_texts(DistillSettings.model_json_schema())) == {"training_dataset", "training_column"}
-    in_studies = {key for each in STUDIES.values() for key in _texts(each.load().Settings.model_json_schema())}
+    in_studies = {key for each in SAMPLERS for key in _texts(load_sampler(each).Settings.model_json_schema())}
     assert in_studies & FILES_IN_STUDIES == FILES_IN_STUDIES
     assert in_studies - FILES_IN_STUDIES <= {"rules", "skip_attention", "skip_mlp"}, in_studies
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import optuna
+from optuna.trial import BaseTrial, FrozenTrial
 from pydantic import Field
 
 from decoding.draft_length import AnyRule, TopProbability
@@ -29,11 +30,11 @@ from decoding.drafts import LayerSkip, PublishedLeaves, compact_indices
 from decoding.target import Target
 from studies.confidence.confidences import MAX_WINDOW, ConfidenceName, Excerpt, block_scores
 from studies.confidence.selection import LAMBDA_STEP, Form, LambdaSchedule, Selection, growth_cap
-from studies.contract import ORIGIN, Candidate, Problem, Study, StudySettings, StudySetup, TrialRecord, TrialState
+from studies.contract import ORIGIN, Candidate, Problem, StudySettings, TrialRecord, TrialState
 from studies.prediction.origins import Origin
 from studies.prediction.skip_space import SkipSpace
-from studies.rule_space import declare_rule, search_ranges
-from studies.samplers import Chosen
+from studies.rule_space import declare_rule
+from studies.samplers.contract import StudySampler
 from studies.space import Parameters, Space
 
 MANY_ACCEPTED = 4  # [code] the early stop asks for more accepted tokens per round than this
@@ -103,14 +104,41 @@ class _Iteration:
     text: int | None
 
 
-class ConfLayers(Study):
+class ConfLayersSpace(Space):
+    """Skip sets of whole blocks, with what leads to one: a confidence, lambda and the settings. The rule is given."""
+
+    def __init__(self, target: Target, settings: ConfLayersSettings) -> None:
+        rule, blocks = settings.draft_length, SkipSpace.of(target, whole_blocks=True)
+        super().__init__(target, rules=(rule.rule,), max_tokens=rule.max_tokens, skips=blocks, trees=settings.tree)
+        self._settings = settings
+
+    def suggest(self, trial: BaseTrial) -> Candidate:
+        """Return the suggested skip set with the rule.
+
+        The trial is asked for what led to the set, for each block that it may skip, and for the rule: Optuna so knows which matter.
+        """
+        settings = self._settings
+        trial.suggest_categorical("confidence", settings.confidences)
+        reach = MOST_MOVES * settings.lambda_step
+        trial.suggest_float("lambda", settings.lambda_start - reach, settings.lambda_start + reach)
+        trial.suggest_int("window", settings.window, settings.window)
+        trial.suggest_float("skip_ratio", settings.skip_ratio, settings.skip_ratio)
+        draft = self.draft(trial)
+        declare_rule(trial, settings.draft_length)
+        return Candidate(draft=draft, draft_length=settings.draft_length)
+
+
+class ConfLayers(StudySampler):
     """One trial per iteration, one skip set per trial. State is rebuilt from the notes of the finished trials."""
 
     name = "conf_layers"
     Settings = ConfLayersSettings
+    follows = True
+    space: ConfLayersSpace
 
     def __init__(self, problem: Problem, settings: ConfLayersSettings) -> None:
         super().__init__(problem, settings)
+        self.space = ConfLayersSpace(problem.target, settings)
         self._schedule = schedule_for(
             problem.target, settings.skip_ratio, settings.lambda_step, settings.window_growth_cap
         )
@@ -119,28 +147,16 @@ class ConfLayers(Study):
         self._next: dict[ConfidenceName, _Iteration | None] = {settings.confidences[0]: _Iteration(odd, None)}
         self._num_iterations = 0
         self._good_enough: int | None = None
-        rule, blocks = settings.draft_length, SkipSpace.of(problem.target, whole_blocks=True)
-        self.space = Space(
-            problem.target, rules=(rule.rule,), max_tokens=rule.max_tokens, skips=blocks, trees=settings.tree
-        )
 
-    def setup(self) -> StudySetup:
-        """Return the setup; the sampler gives every parameter the value of this iteration."""
-        return StudySetup({**self.settings.identity(), **self.space.identity()}, Chosen(self._parameters))
+    def choose(self, study: optuna.Study, trial: FrozenTrial) -> Parameters:
+        """Return this iteration as parameters; the settings and the rule have one value each."""
+        confidence, iteration = self._this_iteration()
+        skipped = skipping(iteration.selection.skipped, self.settings.tree)
+        chosen = {"confidence": confidence, "lambda": iteration.selection.lam}
+        return chosen | self.space.draft_parameters(skipped)
 
-    def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        """Return the skip set of this iteration; the notes hold what it was selected with.
-
-        The trial is asked for what led to the set, for each block that it may skip, and for the rule: Optuna so knows which matter.
-        """
-        settings = self.settings
-        trial.suggest_categorical("confidence", settings.confidences)
-        reach = MOST_MOVES * settings.lambda_step
-        trial.suggest_float("lambda", settings.lambda_start - reach, settings.lambda_start + reach)
-        trial.suggest_int("window", settings.window, settings.window)
-        trial.suggest_float("skip_ratio", settings.skip_ratio, settings.skip_ratio)
-        self.space.draft(trial)
-        declare_rule(trial, settings.draft_length)
+    def notes(self, candidate: Candidate) -> dict[str, Any]:
+        """Return what the set of this iteration was selected with."""
         confidence, iteration = self._this_iteration()
         skipped, lam = iteration.selection.skipped, iteration.selection.lam
         detail, notes = "odd blocks", dict[str, Any](confidence=confidence)
@@ -149,8 +165,7 @@ class ConfLayers(Study):
             detail = f"{confidence}, lambda {lam:g}"
             notes |= {"lambda": lam, "text": iteration.text}
         notes |= {"num_skipped": len(skipped), "skipped": compact_indices(skipped)}
-        notes[ORIGIN] = Origin(self.name, f"{detail}, {name_of_shape(self.settings.tree)}").describe()
-        return Candidate(draft=skipping(skipped, self.settings.tree), draft_length=self.settings.draft_length), notes
+        return notes | {ORIGIN: Origin(self.name, f"{detail}, {name_of_shape(self.settings.tree)}").describe()}
 
     def observe(self, record: TrialRecord) -> None:
         """Select the next skip set of the trial's confidence, or stop early."""
@@ -164,8 +179,9 @@ class ConfLayers(Study):
         lam = self._schedule.after(notes["num_skipped"], notes["lambda"])
         self._next[notes["confidence"]] = self._advance(notes["confidence"], lam, notes["text"] + 1)
 
-    def finished(self) -> str | None:
+    def finished(self, study: optuna.Study) -> str | None:
         """Return the reason of the authors' early stop, or that no block is selected any more."""
+        super().finished(study)
         if self._good_enough is not None:
             return (
                 f"trial {self._good_enough} accepts more than {MANY_ACCEPTED} tokens per round, "
@@ -181,20 +197,6 @@ class ConfLayers(Study):
         found = self._find_next()
         assert found is not None, "`finished` says so"
         return found
-
-    def _parameters(self) -> Parameters:
-        """Return this iteration as parameters of a trial."""
-        confidence, iteration = self._this_iteration()
-        settings, rule = self.settings, self.settings.draft_length
-        return {
-            "confidence": confidence,
-            "lambda": iteration.selection.lam,
-            "window": settings.window,
-            "skip_ratio": settings.skip_ratio,
-            **self.space.draft_parameters(skipping(iteration.selection.skipped, settings.tree)),
-            "rule": rule.rule,
-            **{f"{rule.rule}.{field}": getattr(rule, field) for field in search_ranges(type(rule), rule.max_tokens)},
-        }
 
     def _find_next(self) -> tuple[ConfidenceName, _Iteration] | None:
         """Return the next iteration: of the confidence whose turn it is, or of the next one that selects any block."""

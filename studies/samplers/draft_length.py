@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import optuna
+from optuna.trial import BaseTrial
 from pydantic import BeforeValidator, Field
 
 from decoding.draft_length import RULES
 from decoding.drafters.build import check_draft
-from decoding.drafts import RealDraft, infer_kind
+from decoding.drafts import Draft, RealDraft, infer_kind
 from decoding.target import Target
-from studies.contract import Candidate, Problem, Study, StudySettings, StudySetup, best_trials
-from studies.rule_space import RuleNames, rule_parameters, rule_sampler, rules_within, suggest_rule
+from studies.contract import Candidate, Problem, StudySettings, best_trials
+from studies.rule_space import RuleNames, rule_parameters, rules_within, suggest_rule
+from studies.samplers.by_optuna import TpeOfRules
+from studies.samplers.contract import enqueue_in_new
 
 
 def _name_kind(draft: Any) -> Any:
@@ -49,55 +52,55 @@ class DraftLengthSettings(StudySettings):
             check_draft(target, self.draft)
 
 
-class DraftLength(Study):
+class DraftLength(TpeOfRules):
     """TPE over draft, rule and the rule's parameters, starting from each rule's defaults on the best draft."""
 
     name = "draft_length"
     Settings = DraftLengthSettings
+    space: GivenDrafts
 
     def __init__(self, problem: Problem, settings: DraftLengthSettings) -> None:
         super().__init__(problem, settings)
-        before = _best_before(problem, settings)
-        self._drafts = [candidate.draft for candidate in before]
-        self._names = _distinct([draft.describe() for draft in self._drafts])
-        self._incumbent = [candidate.draft_length for candidate in before[:1]]
+        self._before = _best_before(problem, settings)
+        drafts = [candidate.draft for candidate in self._before]
+        self.space = GivenDrafts(drafts, settings.rules, settings.max_tokens)
 
-    def setup(self) -> StudySetup:
-        """Return the setup; the space holds the drafts."""
-        drafts = [draft.model_dump(mode="json") for draft in self._drafts]
-        return StudySetup(
-            space={**self.settings.identity(), "drafts": drafts, "draft_names": self._names},
-            sampler=rule_sampler(self.problem.seed),
-            starts=self._starts(),
+    def begin(self, study: optuna.Study) -> None:
+        """Enqueue, for the best draft, the rule that it was found with, then the defaults of each rule."""
+        asked = self.settings.rules
+        incumbent = [each.draft_length for each in self._before[:1] if each.draft_length.rule in asked]
+        rules = [*incumbent, *(RULES[name](rule=name) for name in asked)]
+        best = [{"draft": name} for name in self.space.drafts][:1]
+        enqueue_in_new(
+            study, [draft | rule_parameters(rule, self.settings.max_tokens) for draft in best for rule in rules]
         )
 
-    def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        """Return a draft, a rule and its parameters, as Optuna suggests them."""
-        rank = self._names.index(trial.suggest_categorical("draft", self._names))
-        rule = suggest_rule(trial, self.settings.rules, self.settings.max_tokens)
-        return Candidate(draft=self._drafts[rank], draft_length=rule), {"draft_rank": rank}
-
-    def proposes_beside(self, pending: Sequence[Candidate]) -> bool:
-        """Return True: Optuna's TPE counts running trials as slow ones ("constant liar")."""
-        return True
-
-    def finished(self) -> str | None:
+    def finished(self, study: optuna.Study) -> str | None:
         """Return a reason if there is no draft to search with."""
-        if self._drafts:
-            return None
+        if self.space.drafts:
+            return super().finished(study)
         return (
             "there is no draft to search a length for: run conf_layers before it, or set `draft:` under "
             "`studies: draft_length`"
         )
 
-    def _starts(self) -> list[dict[str, Any]]:
-        """Return, for the best draft, the rule that it was found with, then the defaults of each rule."""
-        if not self._names:
-            return []
-        asked = self.settings.rules
-        rules = [*(rule for rule in self._incumbent if rule.rule in asked), *(RULES[name](rule=name) for name in asked)]
-        starts = [{"draft": self._names[0], **rule_parameters(rule, self.settings.max_tokens)} for rule in rules]
-        return [start for index, start in enumerate(starts) if start not in starts[:index]]
+
+class GivenDrafts:
+    """A few drafts, by their names, each with any rule."""
+
+    def __init__(self, drafts: Sequence[Draft], rules: Sequence[str], max_tokens: int) -> None:
+        self.drafts = dict(zip(_distinct([draft.describe() for draft in drafts]), drafts, strict=True))
+        self._rules, self._max_tokens = rules, max_tokens
+
+    def suggest(self, trial: BaseTrial) -> Candidate:
+        """Return the draft and the rule that the trial suggests."""
+        draft = self.drafts[trial.suggest_categorical("draft", tuple(self.drafts))]
+        return Candidate(draft=draft, draft_length=suggest_rule(trial, self._rules, self._max_tokens))
+
+    def identity(self) -> dict[str, Any]:
+        """Return the drafts, and their names."""
+        drafts = [draft.model_dump(mode="json") for draft in self.drafts.values()]
+        return {"drafts": drafts, "draft_names": list(self.drafts)}
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

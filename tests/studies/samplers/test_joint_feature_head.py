@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import optuna
 import pytest
 
 from decoding.decode import Request
@@ -16,7 +17,7 @@ from decoding.text import Ending
 from studies.contract import Problem
 from studies.costs.table import CostTable
 from studies.costs.terms import join_share
-from studies.searches.joint import Joint, JointSettings
+from studies.samplers.joint import Joint, JointSettings
 from tests.support.costs import made_up_costs
 from tests.support.families import build, some_tokens
 from tests.support.feature_heads import disturbed_feature_head, write_feature_head
@@ -44,12 +45,18 @@ def problem(tmp_path_factory: pytest.TempPathFactory) -> Problem:
     )
 
 
+def begun(problem: Problem, settings: JointSettings) -> Joint:
+    sampler = Joint(problem, settings)
+    sampler.begin(optuna.create_study())
+    return sampler
+
+
 def test_feature_head_is_proposed_alone_and_after_a_lookup(problem: Problem) -> None:
-    study = Joint.create(problem, JointSettings(**SMALL, kinds=("feature_head", "lookup")))
+    study = begun(problem, JointSettings(**SMALL, kinds=("feature_head", "lookup")))
     feature = [draft for draft in study._search.pool if draft.kind == "feature_head"]
     assert problem.feature_draft in feature
     assert any(draft.parts.lookup for draft in feature)
-    assert study.setup().space["head_files"] == problem.feature_draft.files  # type: ignore[union-attr]
+    assert study.identity()["head_files"] == problem.feature_draft.files  # type: ignore[union-attr]
 
 
 def test_feature_head_is_not_proposed_unasked_or_where_there_is_none(problem: Problem) -> None:
@@ -57,7 +64,7 @@ def test_feature_head_is_not_proposed_unasked_or_where_there_is_none(problem: Pr
     unasked = JointSettings(**SMALL, kinds=("lookup",))
     assert not unasked.wants_feature_head
     for given, settings in ((problem, unasked), (replace(problem, feature_draft=None), JointSettings(**SMALL))):
-        assert not any(draft.kind == "feature_head" for draft in Joint.create(given, settings)._search.pool)
+        assert not any(draft.kind == "feature_head" for draft in begun(given, settings)._search.pool)
 
 
 def test_step_costs_a_block_the_rest_and_the_joining_layer(problem: Problem) -> None:

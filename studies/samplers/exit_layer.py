@@ -16,11 +16,13 @@ from pydantic import Field
 from decoding.draft_length import RULES, Fixed
 from decoding.drafts import Draft, EarlyExit, Layers, PlainDecoding
 from decoding.target import Target
-from studies.contract import Candidate, Problem, Study, StudySettings, StudySetup, TrialRecord
+from studies.contract import Candidate, Problem, StudySettings, TrialRecord
 from studies.prediction.contract import Prediction
 from studies.prediction.predictor import Predictor
 from studies.prediction.survey import Survey
-from studies.rule_space import DEFAULT_RULES, RuleNames, rule_sampler, rules_within
+from studies.rule_space import DEFAULT_RULES, RuleNames, rules_within
+from studies.samplers.by_optuna import TpeOfRules
+from studies.samplers.contract import enqueue_in_new
 from studies.space import Parameters, Space, default_exit_layers
 
 
@@ -59,28 +61,31 @@ class ExitLayerSettings(StudySettings):
         return drafts
 
 
-class ExitLayer(Study):
+class ExitLayer(TpeOfRules):
     """TPE over exit, rule and the rule's parameters, starting from the best predictions."""
 
     name = "exit_layer"
     Settings = ExitLayerSettings
+    space: Space
 
-    def __init__(self, problem: Problem, settings: ExitLayerSettings, predictions: Sequence[Prediction]) -> None:
-        """`predictions` has the best prediction of each exit, the best first."""
+    def __init__(self, problem: Problem, settings: ExitLayerSettings) -> None:
         super().__init__(problem, settings)
         self._exits = settings.exits(problem)
-        self._predictions = {prediction.draft: prediction for prediction in predictions}
         self.space = Space(problem.target, rules=settings.rules, max_tokens=settings.max_tokens, exits=self._exits)
+        self.predictions: dict[Draft, Prediction] = {}
+        """The best prediction of each exit, the best first."""
         self._best: TrialRecord | None = None
 
-    @classmethod
-    def create(cls, problem: Problem, settings: Any, kept: Any = None) -> ExitLayer:
-        """Return the study with a prediction of every exit. Raises ValueError if the problem does not give costs."""
-        drafts = settings.exits(problem)
-        if not drafts:
-            return cls(problem, settings, [])
+    def begin(self, study: optuna.Study) -> None:
+        """Predict every exit, and enqueue the best. Raises ValueError if the problem does not give costs."""
+        if self._exits:
+            self.predictions = {each.draft: each for each in self._predictor().best_first(self._exits)}
+        enqueue_in_new(study, self.starts())
+
+    def _predictor(self) -> Predictor:
+        problem, settings = self.problem, self.settings
         if problem.costs is None:
-            raise ValueError(f"the study {cls.name} needs the costs of model passes")
+            raise ValueError(f"the study {self.name} needs the costs of model passes")
         predictor = Predictor(
             Survey(
                 problem.target,
@@ -89,7 +94,7 @@ class ExitLayer(Study):
                 decoding=problem.decoding,
                 seed=problem.seed,
                 heads=problem.heads,
-                exits=drafts,
+                exits=self._exits,
             ),
             problem.costs(settings.max_tokens),
             max_tokens=settings.max_tokens,
@@ -97,29 +102,19 @@ class ExitLayer(Study):
             batch_size=problem.batch_size,
             accepts=problem.accepts,
         )
-        predictor.record(drafts)
-        return cls(problem, settings, predictor.best_first(drafts))
+        predictor.record(self._exits)
+        return predictor
 
-    def setup(self) -> StudySetup:
-        """Return the setup; the space holds the exit heads that exist now."""
-        identity = {**self.settings.identity(), **self.space.identity()}
-        return StudySetup(identity, rule_sampler(self.problem.seed), self._starts())
-
-    def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        """Return an exit, a rule and its parameters, as Optuna suggests them; the notes hold the prediction of the exit."""
-        candidate = self.space.suggest(trial)
-        predicted = self._predictions.get(candidate.draft)
+    def notes(self, candidate: Candidate) -> dict[str, Any]:
+        """Return the prediction of the exit."""
+        predicted = self.predictions.get(candidate.draft)
         if predicted is None:
-            return candidate, {}
-        return candidate, {
+            return {}
+        return {
             "predicted_speedup": round(predicted.speedup, 4),
             "predicted_agreement": round(predicted.agreement, 4),
             "predicted_acceptance": round(predicted.acceptance, 4),
         }
-
-    def proposes_beside(self, pending: Sequence[Candidate]) -> bool:
-        """Return True: Optuna's TPE counts running trials as slow ones ("constant liar")."""
-        return True
 
     def observe(self, record: TrialRecord) -> None:
         """Remember the best trial; the sampler decides what to try next."""
@@ -127,10 +122,10 @@ class ExitLayer(Study):
         if record.speedup is not None and record.repeat_of is None and record.speedup > (best or 0.0):
             self._best = record
 
-    def finished(self) -> str | None:
+    def finished(self, study: optuna.Study) -> str | None:
         """Return a reason if there is no exit to search."""
-        if self._predictions:
-            return None
+        if self._exits:
+            return super().finished(study)
         return "there is no exit to search: no head was found, and exits without a head are not asked for"
 
     def remarks(self) -> list[str]:
@@ -148,9 +143,9 @@ class ExitLayer(Study):
             f"{'without a head' if best.head is None else 'with a head'}: a better one may lie beyond (exit_layers)"
         ]
 
-    def _starts(self) -> list[Parameters]:
+    def starts(self) -> list[Parameters]:
         """Return the best prediction, plain decoding, the other promising exits, each rule's defaults on the best, neighbours."""
-        asked, best_first = self.settings.rules, list(self._predictions.values())
+        asked, best_first = self.settings.rules, list(self.predictions.values())
         defaults = [RULES[name](rule=name) for name in asked]
         candidates = [
             Candidate(draft=each.draft, draft_length=each.rule if each.rule.rule in asked else defaults[0])
@@ -160,8 +155,7 @@ class ExitLayer(Study):
         count = self.settings.num_promising
         plain = Candidate(draft=PlainDecoding(), draft_length=Fixed())
         ordered = [*candidates[:1], plain, *candidates[1:count], *others, *candidates[count:]]
-        starts = [self.space.parameters(candidate) for candidate in ordered]
-        return [start for index, start in enumerate(starts) if start not in starts[:index]]
+        return [self.space.parameters(candidate) for candidate in ordered]
 
 
 def promising(best_first: Sequence[Prediction], exits: Sequence[EarlyExit], count: int) -> list[Prediction]:

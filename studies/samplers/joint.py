@@ -18,23 +18,26 @@ from typing import Any
 
 import numpy as np
 import optuna
+from optuna.trial import FrozenTrial
 from pydantic import Field, TypeAdapter
 
 from decoding.documents.strict_yaml import Document
 from decoding.drafts import BitWidth, Draft, LayerSkip, RealDraft
-from studies.contract import ORIGIN, Candidate, Problem, Study, StudySetup, TrialRecord
+from studies.contract import ORIGIN, Candidate, Problem, TrialRecord
 from studies.costs.table import CostTable
 from studies.prediction.guided import GuidedSearch
 from studies.prediction.origins import method_of, origin_of
 from studies.prediction.pools import best_of, lookups, lookups_before, quantised, useful_precisions, with_trees
 from studies.prediction.predictor import Predictor
 from studies.prediction.survey import JoinedSurvey, Survey
-from studies.samplers import Chosen
-from studies.searches.rating import Rating
-from studies.space import Parameters, SpaceSettings
+from studies.samplers.contract import StudySampler, enqueue_in_new, measured_now
+from studies.samplers.rating import Rating
+from studies.space import Parameters, Space, SpaceSettings
 
 PREPARING = 0.3
 """Share of the search time after which no further draft is rated."""
+POOL = "pool"
+"""Attribute of the study: its first pool."""
 JOINED, ORIGINS, RATED_ALL = "joined", "origins", "rated_all"
 """Notes of a trial: the drafts that joined the pool before it, their origins, and whether all skip sets had been rated."""
 KNOWN = "known before"
@@ -190,20 +193,37 @@ class KeptPool(Document):
     costs: CostTable
 
 
-class Joint(Study):
+class Joint(StudySampler):
     """A pool of every kind of draft, and a guided search over it."""
 
     name = "joint"
     Settings = JointSettings
+    space: Space
 
-    def __init__(
-        self, problem: Problem, settings: JointSettings, costs: CostTable, kept: KeptPool | None = None
-    ) -> None:
+    def __init__(self, problem: Problem, settings: JointSettings) -> None:
         super().__init__(problem, settings)
         self.space = settings.space(problem)
         self._known = [self.space.parameters(candidate) for candidate in settings.candidates]
-        self._costs = costs
-        self._source = PoolSource(problem, settings, costs)
+        self._num_trials, self._measured_seconds = 0, 0.0
+        self._rated_for: int | None = None
+        self._joined: list[Draft] = []
+        self._origins: dict[Draft, str] = {}
+
+    def begin(self, study: optuna.Study) -> None:
+        """Rate drafts until there is something to measure, or continue from the pool in the study's attributes.
+
+        Raises ValueError if the problem does not give costs.
+        """
+        problem, settings = self.problem, self.settings
+        stored = study.user_attrs.get(POOL)
+        kept = None if stored is None else KeptPool.model_validate(stored)
+        if kept is not None:
+            self._costs = kept.costs
+        elif problem.costs is not None:
+            self._costs = problem.costs(settings.max_tokens)
+        else:
+            raise ValueError(f"the study {self.name} needs the costs of model passes")
+        self._source = PoolSource(problem, settings, self._costs)
         surveys = PoolSurveys(problem, settings.survey_tokens, settings.pool_tokens)
         begun = time.perf_counter()
         survey = surveys.first(self._source.exits())
@@ -226,40 +246,24 @@ class Joint(Study):
             is_over=not self._source.rates_skip_sets or (kept is not None and kept.rated_all),
             precisions=partial(self._source.precisions, self._predictor),
         )
-        self._num_trials, self._measured_seconds = 0, 0.0
-        self._rated_for: int | None = None
-        self._joined: list[Draft] = []
-        self._origins: dict[Draft, str] = {}
         found = kept.origins if kept else [KNOWN if draft in known else origin_of(draft, None) for draft in pool]
         self._note_origins(pool, found)
-        self._kept = kept or self._first_pool()
+        if kept is None:
+            study.set_user_attr(POOL, self._first_pool().model_dump(mode="json"))
+        enqueue_in_new(study, self._known)
 
-    @classmethod
-    def create(cls, problem: Problem, settings: Any, kept: Any = None) -> Joint:
-        """Rate drafts until there is something to measure, or continue from `kept`.
-
-        Raises ValueError if the problem does not give costs.
-        """
-        if kept is not None:
-            stored = KeptPool.model_validate(kept)
-            return cls(problem, settings, stored.costs, stored)
-        if problem.costs is None:
-            raise ValueError(f"the study {cls.name} needs the costs of model passes")
-        return cls(problem, settings, problem.costs(settings.max_tokens))
-
-    def setup(self) -> StudySetup:
-        """Return the setup; the sampler gives every parameter the value that the guided search chose."""
-        kept = self._kept.model_dump(mode="json")
-        identity = {**self.settings.identity(), **self.space.identity()}
-        return StudySetup(identity, Chosen(self._parameters), self._known, kept)
-
-    def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        """Return the candidate with the highest upper bound; the notes hold its prediction."""
+    def choose(self, study: optuna.Study, trial: FrozenTrial) -> Parameters:
+        """Return the candidate with the highest upper bound, unlike those that other trials measure."""
         self._rate_before_trial()
-        candidate = self.space.suggest(trial)
+        self._propose_beside(study, trial.number)
+        return self.space.parameters(self._search.chosen())
+
+    def notes(self, candidate: Candidate) -> dict[str, Any]:
+        """Return the prediction of the candidate, and the drafts that joined the pool before this trial."""
+        self._rate_before_trial()
         joined = {JOINED: _dumped(self._joined), ORIGINS: [self._origins[draft] for draft in self._joined]}
-        origin, notes = self._origins.get(candidate.draft, KNOWN), self._search.notes(candidate)
-        return candidate, {ORIGIN: origin, **notes, **joined, RATED_ALL: self._rating.is_over}
+        origin = self._origins.get(candidate.draft, KNOWN)
+        return {ORIGIN: origin, **self._search.notes(candidate), **joined, RATED_ALL: self._rating.is_over}
 
     def observe(self, record: TrialRecord) -> None:
         """Correct the predictions."""
@@ -274,14 +278,11 @@ class Joint(Study):
             self._measured_seconds += sum(sample.plain_seconds + sample.draft_seconds for sample in samples)
         self._search.observe(record)
 
-    def proposes_beside(self, pending: Sequence[Candidate]) -> bool:
-        """Return True: the guided search chooses candidates unlike those that are measured now."""
-        self._search.propose_beside(pending)
-        return True
-
-    def finished(self) -> str | None:
+    def finished(self, study: optuna.Study) -> str | None:
         """Return a reason if there is no draft to search, or the guided search's reason once nothing is left to rate."""
+        super().finished(study)
         self._rate_before_trial()
+        self._propose_beside(study, None)
         ended = self._search.finished()
         if ended is not None and self._rate(math.inf):
             ended = self._search.finished()
@@ -299,9 +300,9 @@ class Joint(Study):
             return self._rating.remarks
         return [*self._source.remarks, *self._rating.remarks, self._best_predictions(), *self._search.remarks()]
 
-    def _parameters(self) -> Parameters:
-        """Return the parameters of the chosen candidate."""
-        return self.space.parameters(self._search.chosen())
+    def _propose_beside(self, study: optuna.Study, before: int | None) -> None:
+        """Take into account what trials below the number `before` measure now."""
+        self._search.propose_beside(each for each in measured_now(study, before) if each is not None)
 
     def _best_predictions(self) -> str:
         """Return the best prediction of each method: where none promises a gain, the reader sees that all were tried."""

@@ -12,20 +12,22 @@ learn from it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import optuna
+from optuna.trial import BaseTrial
 from pydantic import Field
 
 from decoding.draft_length import Fixed
 from decoding.drafts import PlainDecoding, compact_indices
 from decoding.target import Target
 from studies.confidence.confidences import CONFIDENCE_NAMES, ConfidenceName, Excerpt, joint_scores
-from studies.confidence.selection import Form, Selection
-from studies.contract import ORIGIN, Candidate, Problem, Study, StudySettings, StudySetup, TrialRecord
+from studies.confidence.selection import Form
+from studies.contract import ORIGIN, Candidate, Problem, StudySettings, TrialRecord
 from studies.prediction.origins import Origin
-from studies.rule_space import RuleNames, rule_parameters, rule_sampler, rules_within, suggest_rule
-from studies.searches.conf_layers import (
+from studies.rule_space import RuleNames, rule_parameters, rules_within, suggest_rule
+from studies.samplers.by_optuna import TpeOfRules
+from studies.samplers.conf_layers import (
     CHAIN_ONLY,
     ConfLayersSettings,
     check_depth,
@@ -34,6 +36,7 @@ from studies.searches.conf_layers import (
     schedule_for,
     skipping,
 )
+from studies.samplers.contract import enqueue_in_new
 
 PUBLISHED = ConfLayersSettings()
 """The settings of the released code."""
@@ -74,40 +77,77 @@ class ConfLayersTunedSettings(StudySettings):
             target.checks.trees()
 
 
-class ConfLayersTuned(Study):
-    """TPE over the settings of ConfLayers, from the published ones. The sampler keeps all state."""
+class TunedSpace:
+    """The settings of ConfLayers and the rules: the set where the schedule rests follows from them.
+
+    Confidences are read from the continuations of the first tuning prompts, once per trial.
+    """
+
+    def __init__(self, problem: Problem, settings: ConfLayersTunedSettings) -> None:
+        self._target, self._settings = problem.target, settings
+        self.texts = continued_texts(problem)[: settings.num_texts]
+        # A wider window than the longest continuation is that continuation again.
+        longest = max((len(continuation) for _, continuation in self.texts), default=1)
+        self.windows = min(WINDOWS[0], longest), min(WINDOWS[1], longest)
+        self.notes: dict[str, Any] = {}
+        """What led to the candidate that was suggested last."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return nothing: the settings and the texts of the search say all."""
+        return {}
+
+    def suggest(self, trial: BaseTrial) -> Candidate:
+        """Return the set where the suggested schedule rests, and the suggested rule; plain decoding if the set is empty."""
+        settings = self._settings
+        name = cast("ConfidenceName", trial.suggest_categorical("confidence", settings.confidences))
+        lam = trial.suggest_float("lambda_start", *LAMBDAS)
+        step = trial.suggest_float("lambda_step", *STEPS, log=True)
+        window = trial.suggest_int("window", *self.windows, log=True)
+        skip_ratio = trial.suggest_float("skip_ratio", *SKIP_RATIOS)
+        rule = suggest_rule(trial, settings.rules, settings.max_tokens)
+        excerpts = [Excerpt.of(prompt, text, window, settings.form) for prompt, text in self.texts]
+        scores = joint_scores(name, self._target, excerpts, settings.form)
+        schedule = schedule_for(self._target, skip_ratio, step, settings.window_growth_cap)
+        selection = schedule.settle(scores, lam, settings.form)
+        detail = f"{name}, lambda {lam:.2g} to {selection.lam:.2g}, {name_of_shape(settings.tree)}"
+        self.notes = {
+            "confidence": name,
+            "lambda_start": round(lam, 4),
+            "lambda_step": round(step, 4),
+            "window": window,
+            "skip_ratio": round(skip_ratio, 4),
+            "lambda": selection.lam,
+            ORIGIN: Origin("conf_layers_tuned", detail).describe(),
+            "num_skipped": len(selection.skipped),
+            "skipped": compact_indices(selection.skipped),
+        }
+        if not selection.skipped:
+            return Candidate(draft=PlainDecoding(), draft_length=Fixed())
+        return Candidate(draft=skipping(selection.skipped, settings.tree), draft_length=rule)
+
+
+class ConfLayersTuned(TpeOfRules):
+    """TPE over the settings of ConfLayers, from the published ones."""
 
     name = "conf_layers_tuned"
     Settings = ConfLayersTunedSettings
+    space: TunedSpace
 
     def __init__(self, problem: Problem, settings: ConfLayersTunedSettings) -> None:
         super().__init__(problem, settings)
-        self._texts = continued_texts(problem)[: settings.num_texts]
-        # A wider window than the longest continuation is that continuation again.
-        longest = max((len(continuation) for _, continuation in self._texts), default=1)
-        self._windows = min(WINDOWS[0], longest), min(WINDOWS[1], longest)
+        self.space = TunedSpace(problem, settings)
         self._best: TrialRecord | None = None
 
-    def setup(self) -> StudySetup:
-        """Return the setup. First come the published settings, with each confidence, and those of the authors' script."""
+    def begin(self, study: optuna.Study) -> None:
+        """Enqueue the published settings, with each confidence, and those of the authors' script."""
         starts = [_published_start(name, self.settings) for name in self.settings.confidences]
         # The authors' eval.sh, with which their logs were made.
         starts.append({**starts[0], "skip_ratio": 0.4, "window": 100})
-        starts = [{**start, "window": min(start["window"], self._windows[1])} for start in starts]
-        return StudySetup(self.settings.identity(), rule_sampler(self.problem.seed), starts)
+        enqueue_in_new(study, [{**each, "window": min(each["window"], self.space.windows[1])} for each in starts])
 
-    def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        """Return the set where the suggested schedule rests, and the suggested rule; plain decoding if the set is empty."""
-        selection, notes = self._select(trial)
-        rule = suggest_rule(trial, self.settings.rules, self.settings.max_tokens)
-        notes |= {"num_skipped": len(selection.skipped), "skipped": compact_indices(selection.skipped)}
-        if not selection.skipped:
-            return Candidate(draft=PlainDecoding(), draft_length=Fixed()), notes
-        return Candidate(draft=skipping(selection.skipped, self.settings.tree), draft_length=rule), notes
-
-    def proposes_beside(self, pending: Sequence[Candidate]) -> bool:
-        """Return True: Optuna's TPE counts running trials as slow ones ("constant liar")."""
-        return True
+    def notes(self, candidate: Candidate) -> dict[str, Any]:
+        """Return what led to the set."""
+        return self.space.notes
 
     def observe(self, record: TrialRecord) -> None:
         """Remember the best trial; the sampler decides what to try next."""
@@ -115,37 +155,14 @@ class ConfLayersTuned(Study):
         if record.speedup is not None and record.repeat_of is None and record.speedup > (best or 0.0):
             self._best = record
 
-    def finished(self) -> str | None:
+    def finished(self, study: optuna.Study) -> str | None:
         """Return a reason if there is nothing to read confidences from."""
-        return None if self._texts else "no tuning prompt has a continuation"
+        return super().finished(study) if self.space.texts else "no tuning prompt has a continuation"
 
     def remarks(self) -> list[str]:
         """Return the parameters of the best trial, and that drafts are chains, unless they are trees."""
         shape = [] if self.settings.tree else [CHAIN_ONLY]
         return [*([_described(self._best)] if self._best is not None else []), *shape]
-
-    def _select(self, trial: optuna.Trial) -> tuple[Selection, dict[str, Any]]:
-        """Return the selection of the suggested schedule, and the notes with its parameters."""
-        settings = self.settings
-        name = trial.suggest_categorical("confidence", settings.confidences)
-        lam = trial.suggest_float("lambda_start", *LAMBDAS)
-        step = trial.suggest_float("lambda_step", *STEPS, log=True)
-        window = trial.suggest_int("window", *self._windows, log=True)
-        skip_ratio = trial.suggest_float("skip_ratio", *SKIP_RATIOS)
-        excerpts = [Excerpt.of(prompt, text, window, settings.form) for prompt, text in self._texts]
-        scores = joint_scores(name, self.problem.target, excerpts, settings.form)
-        schedule = schedule_for(self.problem.target, skip_ratio, step, settings.window_growth_cap)
-        selection = schedule.settle(scores, lam, settings.form)
-        detail = f"{name}, lambda {lam:.2g} to {selection.lam:.2g}, {name_of_shape(settings.tree)}"
-        return selection, {
-            "confidence": name,
-            "lambda_start": round(lam, 4),
-            "lambda_step": round(step, 4),
-            "window": window,
-            "skip_ratio": round(skip_ratio, 4),
-            "lambda": selection.lam,
-            ORIGIN: Origin(self.name, detail).describe(),
-        }
 
 
 def _published_start(confidence: ConfidenceName, settings: ConfLayersTunedSettings) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import optuna
 import pytest
 import torch
 
@@ -23,9 +24,9 @@ from decoding.text import Ending
 from studies.contract import Problem
 from studies.prediction.origins import method_of, origin_of
 from studies.prediction.pools import is_same
-from studies.searches import joint
-from studies.searches.joint import Joint, JointSettings
-from studies.searches.rating import NEAR_THE_BEST
+from studies.samplers import joint
+from studies.samplers.joint import Joint, JointSettings
+from studies.samplers.rating import NEAR_THE_BEST
 from studies.space import SpaceSettings
 from tests.support.costs import made_up_costs
 from tests.support.families import build, some_tokens
@@ -47,8 +48,14 @@ def problem() -> Problem:
     return Problem(target, prompts, texts, earlier={}, seed=0, costs=costs, seconds=math.inf)
 
 
+def begun(problem: Problem, **settings: Any) -> Joint:
+    sampler = Joint(problem, JointSettings(**{**BOTH, **settings}))
+    sampler.begin(optuna.create_study())
+    return sampler
+
+
 def pool_of(problem: Problem, **settings: Any) -> list[Any]:
-    return Joint.create(problem, JointSettings(**{**BOTH, **settings}))._search.pool
+    return begun(problem, **settings)._search.pool
 
 
 def test_whole_model_and_best_exits_are_proposed_in_both_precisions(problem: Problem) -> None:
@@ -67,7 +74,7 @@ def test_quantised_exits_and_trees_are_surveyed_within_the_share_of_a_time_limit
     monkeypatch.setattr(joint, "PREPARING", 0.0)
     with_trees = Mock(return_value=[])
     monkeypatch.setattr(joint, "with_trees", with_trees)
-    study = Joint.create(replace(problem, seconds=seconds), JointSettings(**BOTH))
+    study = begun(replace(problem, seconds=seconds))
     pool = study._search.pool
     assert {LayerSkip(bits=8), LayerSkip(bits=4)} <= set(pool)
     assert {draft.parts.bits for draft in pool if isinstance(draft, EarlyExit)} == exits
@@ -77,7 +84,7 @@ def test_quantised_exits_and_trees_are_surveyed_within_the_share_of_a_time_limit
 
 def test_cheap_precision_is_the_best_prediction(problem: Problem) -> None:
     """At 0.4 of a pass, and nearly always right, nothing else comes near on this model."""
-    study = Joint.create(problem, JointSettings(**BOTH))
+    study = begun(problem)
     first = study._search.choose()
     assert first is not None
     assert first.prediction.draft.parts.bits is not None
@@ -132,8 +139,7 @@ def test_exits_with_a_head_are_quantised_too(problem: Problem, tmp_path: Path) -
 
 def test_skip_sets_are_rated_in_their_own_precision(problem: Problem) -> None:
     """With the model's own weights no set comes near the quantised models, but with quantised weights some do."""
-    settings = JointSettings(**BOTH, kinds=("skip_set",), trees=False)
-    study = Joint.create(replace(problem, seconds=None), settings)
+    study = begun(replace(problem, seconds=None), kinds=("skip_set",), trees=False)
     pool, predictor = study._search.pool, study._predictor
     sets = [draft for draft in pool if isinstance(draft, LayerSkip) and draft.skips_any]
     least = NEAR_THE_BEST * max(predictor.best(LayerSkip(bits=bits)).speedup for bits in (8, 4))  # type: ignore[arg-type]
@@ -146,7 +152,7 @@ def test_skip_sets_are_rated_in_their_own_precision(problem: Problem) -> None:
 
 
 def test_set_is_estimated_at_the_costs_of_a_precision_without_a_pass(problem: Problem) -> None:
-    predictor = Joint.create(problem, JointSettings(**BOTH))._predictor
+    predictor = begun(problem)._predictor
     skip = LayerSkip(skip_mlp=(4,))
     own = predictor.best(skip)
     assert predictor.best_borrowing(skip, skip).speedup == own.speedup
@@ -157,14 +163,14 @@ def test_set_is_estimated_at_the_costs_of_a_precision_without_a_pass(problem: Pr
 
 
 def test_skip_set_joins_in_its_precision(problem: Problem) -> None:
-    study = Joint.create(problem, JointSettings(**BOTH, kinds=("skip_set",), trees=False))
+    study = begun(problem, kinds=("skip_set",), trees=False)
     skip = LayerSkip(skip_mlp=(4,))
     assert study._source.joining(skip, study._predictor) == [skip]
     assert study._source.joining(skip.having(bits=8), study._predictor) == [skip.having(bits=8)]
 
 
 def test_origins_say_quantised(problem: Problem) -> None:
-    study = Joint.create(problem, JointSettings(**BOTH))
+    study = begun(problem)
     origins = {draft: study._origins[draft] for draft in study._search.pool}
     assert origins[LayerSkip(bits=8)] == "quantised model"
     assert all("quantised" in origin for draft, origin in origins.items() if draft.parts.bits)
@@ -185,14 +191,3 @@ def test_planned_bytes_are_those_of_the_layers(bits: int) -> None:
 
     layer = nn.Linear(576, 1536)
     assert quantised(layer, bits).num_bytes == pytest.approx(BYTES_PER_WEIGHT[bits] * layer.weight.numel(), rel=0.05)  # type: ignore[index, operator, union-attr]
-
-
-def test_study_resumes_with_its_pool(problem: Problem) -> None:
-    settings = JointSettings(**BOTH)
-    study = Joint.create(problem, settings)
-    again = Joint.create(replace(problem, costs=None), settings, study.setup().kept)
-    assert again._search.pool == study._search.pool
-
-
-def test_number_of_quantised_exits_is_small() -> None:
-    assert joint.NUM_QUANTISED <= 3

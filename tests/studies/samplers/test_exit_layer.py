@@ -15,15 +15,15 @@ from decoding.draft_length import DraftLengthRule, Fixed, TopProbability
 from decoding.drafts import EarlyExit, PlainDecoding
 from decoding.target import Target
 from decoding.text import Ending
-from studies.contract import Candidate, Problem, TrialState
-from studies.limits import Limited
+from studies.contract import Candidate, Problem
 from studies.prediction.contract import Prediction
 from studies.prediction.replay import Replayed
 from studies.rule_space import DEFAULT_RULES
-from studies.searches.exit_layer import ExitLayer, ExitLayerSettings, promising
+from studies.samplers.exit_layer import ExitLayer, ExitLayerSettings, promising
 from tests.support.costs import made_up_costs
 from tests.support.records import record
 from tests.support.tiny import tiny_target
+from tests.support.trying import Trying
 
 NUM_LAYERS = 10
 
@@ -64,15 +64,21 @@ HEADS = {layer: head_draft(layer) for layer in (1, 2, 3, 4)}
 def study_of(target: Target, forecasts: list[Prediction] = FORECASTS, **settings: Any) -> ExitLayer:
     """A study with these predictions."""
     problem = Problem(target, (), (), earlier={}, seed=0, head_drafts=HEADS)
-    return ExitLayer(problem, ExitLayerSettings(**settings), forecasts)
+    study = ExitLayer(problem, ExitLayerSettings(**settings))
+    study.predictions = {each.draft: each for each in forecasts}
+    return study
 
 
 def begun(study: ExitLayer) -> list[Candidate]:
-    """The candidates that the study proposes first, in order."""
-    stored = optuna.create_study(sampler=study.setup().sampler)
-    for start in study.setup().starts:
-        stored.enqueue_trial(dict(start))
-    return [study.propose(stored.ask())[0] for _ in study.setup().starts]
+    """The candidates that the study tries first, in order."""
+    starts = list({str(start): start for start in study.starts()}.values())
+    return [study.space.suggest(optuna.trial.FixedTrial(start)) for start in starts]
+
+
+def drawn(study: ExitLayer, count: int) -> list[Candidate]:
+    """Candidates of the study's space at random."""
+    stored = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    return [study.space.suggest(stored.ask()) for _ in range(count)]
 
 
 def test_it_begins_with_the_best_forecast_then_nothing_then_the_others(target: Target) -> None:
@@ -98,22 +104,17 @@ def test_neighbours_are_those_considered_however_far_apart() -> None:
     assert [each.draft.exit_layer for each in promising(sparse, exits, 1)] == [20, 30, 10]  # type: ignore[attr-defined]
 
 
-def test_any_exit_may_be_chosen_and_its_parameter_never_changes(target: Target) -> None:
+def test_any_exit_may_be_chosen_whatever_is_predicted(target: Target) -> None:
     """Optuna refuses a second process whose predictions offer other values."""
-    study, other = study_of(target), study_of(target, FORECASTS[3:])
-    stored = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    found = {each.propose(stored.ask())[0].draft.describe() for each in (study, other) * 100}
+    found = {each.draft.describe() for each in drawn(study_of(target), 200)}
     heads = {f"exit at {layer}, trained head" for layer in HEADS}
     assert found == {"plain decoding", *heads, *(f"exit at {layer}, no head" for layer in range(1, NUM_LAYERS))}
+    assert study_of(target, FORECASTS[3:]).identity() == study_of(target).identity()
 
 
 def test_notes_of_a_trial_say_what_was_forecast(target: Target) -> None:
     study = study_of(target)
-    trial = optuna.create_study().ask({})
-    stored = optuna.create_study()
-    stored.enqueue_trial(dict(study.setup().starts[0]))
-    trial = stored.ask()
-    _, notes = study.propose(trial)
+    notes = study.notes(begun(study)[0])
     assert notes == {"predicted_speedup": 1.9, "predicted_agreement": 0.5, "predicted_acceptance": 0.6}
 
 
@@ -121,15 +122,13 @@ def test_lengths_that_are_suggested_stay_within_the_longest_draft(target: Target
     study = study_of(target, max_tokens=5)
     first = begun(study)[0]
     assert first.draft_length == TopProbability(max_tokens=5, threshold=0.4)
-    stored = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    lengths = {study.propose(stored.ask())[0].draft_length.max_tokens for _ in range(60)}
+    lengths = {each.draft_length.max_tokens for each in drawn(study, 60)}
     assert lengths == {1, 2, 3, 4, 5, 8}  # 8 is the unused length of plain decoding's rule
 
 
 def test_only_the_asked_rules_are_proposed(target: Target) -> None:
     study = study_of(target, rules=["ada_edl"])
-    stored = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    proposed = [*begun(study), *(study.propose(stored.ask())[0] for _ in range(40))]
+    proposed = [*begun(study), *drawn(study, 40)]
     drafting = [each for each in proposed if each.draft != PlainDecoding()]
     assert {each.draft_length.rule for each in drafting} == {"ada_edl"}
     assert len(drafting) < len(proposed)
@@ -142,18 +141,14 @@ def test_exits_are_predicted_from_costs_and_continuations() -> None:
     prompts = tuple(tuple((seed * 11 + index * 5) % 60 + 2 for index in range(5 + seed)) for seed in range(3))
     texts = tuple(plain_decoder(target).generate(Request(prompt, Ending(16))).tokens for prompt in prompts)
     problem = Problem(target, prompts, texts, earlier={}, seed=0, costs=lambda most: made_up_costs(target, most))
-    study = ExitLayer.create(problem, ExitLayerSettings(max_tokens=3, num_promising=5))
-    stored = optuna.create_study()
-    for start in study.setup().starts:
-        stored.enqueue_trial(dict(start))
-    proposed = [study.propose(stored.ask()) for _ in study.setup().starts]
-    predicted = [notes["predicted_speedup"] for candidate, notes in proposed if candidate.draft.drafts]
+    records = Trying(ExitLayer(problem, ExitLayerSettings(max_tokens=3, num_promising=5))).run(12)
+    predicted = [each.notes["predicted_speedup"] for each in records if each.candidate.draft.drafts]
     assert predicted[0] == max(predicted) > min(predicted)
-    assert {candidate.draft.describe() for candidate, _ in proposed} >= {
+    assert {each.candidate.draft.describe() for each in records} >= {
         f"exit at {layer}, no head" for layer in range(1, 6)
     }
     with pytest.raises(ValueError, match="needs the costs of model passes"):
-        ExitLayer.create(replace(problem, costs=None), ExitLayerSettings())
+        Trying(ExitLayer(replace(problem, costs=None), ExitLayerSettings()))
 
 
 def test_exits_are_all_or_those_asked_for(target: Target) -> None:
@@ -194,9 +189,8 @@ def test_another_head_under_the_same_name_is_another_search(target: Target) -> N
     study = study_of(target)
     for heads in ({**HEADS, 2: head_draft(2, "b")}, {layer: HEADS[layer] for layer in (1, 2, 3)}):
         problem = replace(study.problem, head_drafts=heads)
-        assert ExitLayer(problem, ExitLayerSettings(), FORECASTS[1:3]).setup().space != study.setup().space
-    assert study_of(target, patience=3, max_trials=9).setup().space == study.setup().space
-    assert study_of(target, max_tokens=6).setup().space != study.setup().space
+        assert ExitLayer(problem, ExitLayerSettings()).identity() != study.identity()
+    assert study_of(target, max_tokens=6).identity() != study.identity()
 
 
 def best_of(draft: EarlyExit | PlainDecoding, number: int, speedup: float = 1.5) -> Any:
@@ -227,25 +221,7 @@ def test_best_exit_at_an_edge_is_remarked_if_there_are_exits_beyond(
     assert [remark[: len(words)] for remark in study.remarks()] == ([words] if words else [])
 
 
-def test_it_ends_after_patience_trials_without_a_better_speedup(target: Target) -> None:
-    study = Limited(study_of(target), 40, 3)
-    for number, speedup in enumerate([1.0, 1.3, None, 1.2]):
-        assert study.finished() is None
-        study.observe(record(speedup, number=number))
-    study.observe(record(2.0, number=4, repeat_of=1))
-    assert study.finished() == "no better candidate in 3 trials"
-
-
-def test_it_ends_at_the_trial_limit(target: Target) -> None:
-    study = Limited(study_of(target), 2)
-    study.observe(record(1.0))
-    assert study.finished() is None
-    study.observe(record(1.1, number=1, state=TrialState.PRUNED))
-    assert study.finished() == "2 trials done"
-
-
 def test_without_an_exit_it_says_why(target: Target) -> None:
-    problem = Problem(target, (), (), earlier={}, seed=0)
-    study = ExitLayer.create(problem, ExitLayerSettings(heads=["block"]))
-    assert "no head was found" in (study.finished() or "")
-    assert list(study.setup().starts) == [{"kind": "none"}]
+    study = Trying(ExitLayer(Problem(target, (), (), earlier={}, seed=0), ExitLayerSettings(heads=["block"])))
+    assert "no head was found" in (study.ended or "")
+    assert study.suggest().draft == PlainDecoding()

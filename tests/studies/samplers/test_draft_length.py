@@ -12,12 +12,12 @@ from decoding.documents.strict_yaml import validate
 from decoding.draft_length import RULES, AdaEdl, TopProbability
 from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.errors import SdtuneError
-from studies.contract import Problem, TrialRecord
+from studies.contract import Candidate, Problem, TrialRecord
 from studies.rule_space import search_ranges
-from studies.searches.draft_length import DraftLength, DraftLengthSettings
-from studies.searches.registry import create_study
+from studies.samplers.draft_length import DraftLength, DraftLengthSettings
 from tests.support.records import record
 from tests.support.tiny import tiny_target
+from tests.support.trying import Trying
 
 
 def _study(earlier: dict[str, list[TrialRecord]] | None = None, **settings: Any) -> DraftLength:
@@ -35,28 +35,27 @@ EARLIER = {
 }
 
 
+def drawn(study: DraftLength, count: int) -> list[Candidate]:
+    """Candidates of the study's space at random."""
+    stored = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    return [study.space.suggest(stored.ask()) for _ in range(count)]
+
+
 def test_it_searches_for_the_best_drafts_found_before() -> None:
-    study = _study(EARLIER, num_drafts=2)
-    drafts = {study.propose(optuna.create_study().ask({}))[0].draft.model_dump_json() for _ in range(20)}
+    drafts = {each.draft.model_dump_json() for each in drawn(_study(EARLIER, num_drafts=2), 20)}
     assert drafts == {LayerSkip.blocks([index]).model_dump_json() for index in (2, 3)}
 
 
-def test_without_an_earlier_draft_it_says_so() -> None:
-    assert "no draft" in (_study().finished() or "")
-
-
-def test_a_given_draft_is_used_instead() -> None:
-    study = _study(draft={"skip_attention": [5], "skip_mlp": [5]})
-    assert study.finished() is None
-    assert study.propose(optuna.create_study().ask())[0].draft == LayerSkip.blocks([5])
+def test_a_given_draft_is_used_instead_and_without_any_it_says_so() -> None:
+    given = Trying(_study(draft={"skip_attention": [5], "skip_mlp": [5]}))
+    assert given.ended is None
+    assert given.suggest().draft == LayerSkip.blocks([5])
+    assert "no draft" in (Trying(_study()).ended or "")
 
 
 def test_it_starts_with_every_rule_at_its_defaults() -> None:
-    study = _study(EARLIER)
-    stored = optuna.create_study(sampler=study.setup().sampler)
-    for start in study.setup().starts:
-        stored.enqueue_trial(dict(start))
-    rules = [study.propose(stored.ask())[0].draft_length for _ in study.setup().starts]
+    study = Trying(_study(EARLIER))
+    rules = [study.suggest().draft_length for _ in study.study.trials]
     assert rules[0] == EARLIER["conf_layers"][1].candidate.draft_length  # the best draft's own
     assert {rule.rule for rule in rules} == set(RULES)
     assert AdaEdl() in rules
@@ -65,12 +64,9 @@ def test_it_starts_with_every_rule_at_its_defaults() -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_every_suggested_setting_is_a_valid_rule_within_the_longest_draft(name: str) -> None:
-    study = _study(EARLIER, rules=(name,), max_tokens=5)
-    stored = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    for _ in range(30):
-        rule = study.propose(stored.ask())[0].draft_length
-        assert rule.rule == name
-        assert 1 <= rule.max_tokens <= 5
+    for each in drawn(_study(EARLIER, rules=(name,), max_tokens=5), 30):
+        assert each.draft_length.rule == name
+        assert 1 <= each.draft_length.max_tokens <= 5
 
 
 def test_the_search_ranges_lie_within_what_a_rule_allows() -> None:
@@ -86,18 +82,9 @@ def test_an_unknown_rule_is_refused_by_name() -> None:
         DraftLengthSettings(rules=("fixd",))
 
 
-def test_it_ends_after_patience_trials_without_a_better_speedup() -> None:
-    study = create_study("draft_length", _study(EARLIER).problem, DraftLengthSettings(patience=2))
-    for number, speedup in enumerate([1.0, 1.3, 1.2, 1.25]):
-        assert study.finished() is None
-        study.observe(record(speedup, number=number))
-    assert study.finished() == "no better candidate in 2 trials"
-
-
-def test_the_space_names_the_drafts_so_another_draft_is_another_study() -> None:
+def test_another_draft_is_another_study() -> None:
     other = {"conf_layers": [record(1.3, blocks=(4,))]}
-    assert _study(EARLIER).setup().space != _study(other).setup().space
-    assert _study(EARLIER, patience=3).setup().space == _study(EARLIER, max_trials=5).setup().space
+    assert _study(EARLIER).identity() != _study(other).identity()
 
 
 @pytest.mark.parametrize(
@@ -131,7 +118,7 @@ def test_kind_of_a_given_draft_may_be_left_out(draft: Any, meant: Any) -> None:
 )
 def test_wrong_draft_is_one_line_that_says_what_would_be_right(draft: Any, message: str) -> None:
     with pytest.raises(SdtuneError, match=message):
-        validate(DraftLengthSettings, {"draft": draft}, source="studies.searches.draft_length", error=SdtuneError)
+        validate(DraftLengthSettings, {"draft": draft}, source="studies.draft_length", error=SdtuneError)
 
 
 @pytest.mark.parametrize("draft", [{"exit_layer": 6}, {"skip_mlp": [6]}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import optuna
 import pytest
@@ -10,10 +11,10 @@ import pytest
 from decoding.draft_length import Fixed
 from decoding.drafts import EarlyExit, LayerSkip
 from studies.contract import Candidate, Problem
-from studies.samplers import sampler_names
-from studies.searches.by_sampler import BySampler
-from studies.searches.registry import load_study
+from studies.samplers import load_sampler
+from studies.samplers.by_optuna import sampler_names
 from tests.support.tiny import tiny_target
+from tests.support.trying import Trying
 
 TRIALS = 14
 CANNOT = {"optuna:BruteForceSampler"} | (set() if find_spec("cmaes") else {"optuna:CmaEsSampler"})
@@ -24,28 +25,16 @@ def problem() -> Problem:
     return Problem(tiny_target(6), (), (), earlier={}, seed=3)
 
 
-def planted(candidate: Candidate) -> float:
+def planted(candidate: Candidate, notes: dict[str, Any]) -> float:
     """Early exits are the fastest, the more so the earlier, and short drafts are better than long ones."""
     draft = candidate.draft
     best = 2.0 - 0.1 * draft.exit_layer if isinstance(draft, EarlyExit) else 1.0 + 0.2 * draft.runs_model
     return best - 0.01 * candidate.draft_length.max_tokens
 
 
-def begun(study: BySampler) -> optuna.Study:
-    setup = study.setup()
-    stored = optuna.create_study(direction="maximize", sampler=setup.sampler)
-    for start in setup.starts:
-        stored.enqueue_trial(dict(start))
-    return stored
-
-
-def run(study: BySampler, stored: optuna.Study, trials: int) -> list[Candidate]:
-    found = []
-    for _ in range(trials):
-        trial = stored.ask()
-        found.append(study.propose(trial)[0])
-        stored.tell(trial, planted(found[-1]))
-    return found
+def begun(name: str, problem: Problem, **settings: Any) -> Trying:
+    made = load_sampler(name)
+    return Trying(made(problem, made.Settings.model_validate(settings)))
 
 
 RUNNING = sorted({"tpe", "random", *(f"optuna:{name}" for name in sampler_names())} - CANNOT)
@@ -54,45 +43,30 @@ RUNNING = sorted({"tpe", "random", *(f"optuna:{name}" for name in sampler_names(
 @pytest.mark.filterwarnings("ignore:Some regimes for parameter")
 @pytest.mark.parametrize("name", RUNNING)
 def test_every_sampler_searches_the_whole_space(name: str, problem: Problem) -> None:
-    made = load_study(name)
-    study = made(problem, made.Settings(bits=(), rules=("fixed", "top_probability")))
-    assert isinstance(study, BySampler)
-    stored = begun(study)
-    found = run(study, stored, TRIALS)
-    assert study.name == name
+    study = begun(name, problem, bits=(), rules=("fixed", "top_probability"))
+    assert study.sampler.name == name
+    found = [record.candidate for record in study.run(TRIALS, planted)]
     assert len({each.draft.kind for each in found}) >= 4
-    importances = optuna.importance.get_param_importances(stored)
-    assert {"kind", "rule"} < set(importances)
-    again = [trial.params for trial in stored.trials]
-    assert all(
-        study.space.suggest(optuna.trial.FixedTrial(each)) == one for each, one in zip(again, found, strict=True)
-    )
+    assert {"kind", "rule"} < set(optuna.importance.get_param_importances(study.study))
+    again = [study.sampler.space.suggest(optuna.trial.FixedTrial(trial.params)) for trial in study.study.trials]
+    assert again == found
 
 
 @pytest.mark.parametrize("name", ["tpe", "random", "optuna:NSGAIISampler", "optuna:GPSampler"])
 def test_a_resumed_search_continues_as_if_never_stopped(name: str, problem: Problem) -> None:
-    settings = load_study(name).Settings(bits=(), rules=("fixed",))
-    study, resumed = (load_study(name)(problem, settings) for _ in range(2))
-    assert isinstance(study, BySampler)
-    assert isinstance(resumed, BySampler)
-    whole = run(study, begun(study), 16)
-    first = load_study(name)(problem, settings)
-    assert isinstance(first, BySampler)
-    stored = begun(first)
-    run(first, stored, 12)
-    stored.sampler = resumed.setup().sampler
-    assert run(resumed, stored, 4) == whole[12:]
+    whole = begun(name, problem, bits=(), rules=("fixed",)).run(16, planted)
+    first = begun(name, problem, bits=(), rules=("fixed",))
+    first.run(12, planted)
+    resumed = begun(name, problem, bits=(), rules=("fixed",)).sampler
+    assert Trying(resumed, first.study).run(4, planted) == whole[12:]
 
 
 def test_known_candidates_are_measured_first(problem: Problem) -> None:
     known = Candidate(draft=LayerSkip.blocks((2, 4)), draft_length=Fixed(max_tokens=5))
-    made = load_study("tpe")
-    study = made(problem, made.Settings(candidates=(known,)))
-    assert isinstance(study, BySampler)
-    assert run(study, begun(study), 1) == [known]
+    assert begun("tpe", problem, candidates=(known,)).suggest() == known
     unknown = known.model_copy(update={"draft": EarlyExit(exit_layer=2, head="h.safetensors", head_sha256="a" * 64)})
     with pytest.raises(ValueError, match="the search does not consider the draft 'exit at 2, trained head'"):
-        made(problem, made.Settings(candidates=(known, unknown))).setup()
+        begun("tpe", problem, candidates=(known, unknown))
 
 
 @pytest.mark.parametrize(
@@ -108,14 +82,13 @@ def test_known_candidates_are_measured_first(problem: Problem) -> None:
 )
 def test_a_wrong_name_is_refused_with_those_that_there_are(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as refusal:
-        load_study(name)
+        load_sampler(name)
     assert "\n" not in str(refusal.value)
 
 
 def test_a_sampler_that_cannot_search_drafts_says_why(problem: Problem) -> None:
-    made = load_study("optuna:BruteForceSampler")
     with pytest.raises(
         ValueError, match=r"optuna:BruteForceSampler: this sampler cannot search drafts and rules: .+"
     ) as why:
-        made(problem, made.Settings())
+        begun("optuna:BruteForceSampler", problem)
     assert "\n" not in str(why.value)

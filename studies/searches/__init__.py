@@ -1,1 +1,0 @@
-"""The studies, one file or folder each, and their registry."""
