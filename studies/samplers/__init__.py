@@ -23,8 +23,8 @@ SAMPLERS = {
     "conf_layers_tuned": "studies.samplers.conf_layers_tuned:ConfLayersTuned",
     "exit_layer": "studies.samplers.exit_layer:ExitLayer",
     "draft_length": "studies.samplers.draft_length:DraftLength",
-    "tpe": "studies.samplers.by_optuna:Tpe",
-    "random": "studies.samplers.by_optuna:Random",
+    "tpe": "studies.samplers.by_optuna:TpeSearch",
+    "random": "studies.samplers.by_optuna:RandomSearch",
 }
 
 DEFAULT_STUDIES = ("joint",)

@@ -121,7 +121,7 @@ class WholeSpace(ByOptuna):
             raise ValueError(f"study {self.name}: this sampler cannot search drafts and rules: {reason}") from cause
 
 
-class Tpe(WholeSpace):
+class TpeSearch(WholeSpace):
     """Multivariate TPE, which samples the parameters of each kind and rule together."""
 
     name = "tpe"
@@ -131,7 +131,7 @@ class Tpe(WholeSpace):
         return tpe(seed, group=True)
 
 
-class Random(WholeSpace):
+class RandomSearch(WholeSpace):
     """Random search."""
 
     name = "random"

@@ -257,7 +257,7 @@ def test_study_whose_making_was_cut_short_is_made_anew(
 def test_records_have_one_owner_and_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = _store(tmp_path)
     assert store.records() == []
-    stored = store.open(OneCandidate(), IDENTITY)
+    stored = store.open(OneCandidate(), IDENTITY, elapsed=lambda: 0.0)
     assert store.find("one_candidate") is stored
     made = record(seconds=2.0)
     _finish(stored, made)
