@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
 from transformers import AutoTokenizer
 
@@ -24,7 +23,7 @@ from tests.support.records import sample
 from tests.support.refusals import refused
 from tests.support.shown import check_readable
 from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
-from tuner.bench.contenders import CONTENDERS, MODES, default_names
+from tuner.bench.contenders import CONTENDERS, MODES
 from tuner.bench.report import bench_json, bench_table
 from tuner.bench.result import BenchResult, BenchVerdict, category_mean
 from tuner.cli.main import main
@@ -142,15 +141,6 @@ def test_all_contenders_write_plain_decodings_text_and_all_is_kept(
     assert "…" not in table
 
 
-def test_without_a_list_the_static_cache_is_only_for_accelerators(
-    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert list(default_names(torch.device("cuda"))) == NOT_BY_OTHER_RUNNERS
-    monkeypatch.setitem(CONTENDERS, "hf-early-exit", CONTENDERS["hf"])  # it would choose for seconds
-    assert bench(write_profile(LayerSkip.blocks((3,))), code).exit_code == 0
-    assert list(results(workplace)["contenders"]) == [name for name in NOT_BY_OTHER_RUNNERS if name != "hf-static"]
-
-
 def test_held_out_prompts_of_the_search_are_measured_and_reported_as_such(
     workplace: Path, checkpoint: Path, code: Path, write_profile: WriteProfile, bench: RunBench
 ) -> None:
@@ -173,19 +163,6 @@ def test_held_out_prompts_of_the_search_are_measured_and_reported_as_such(
     assert bench(profile, code, group_column="file", seed=5, prompts=2, **own).exit_code == 0
     assert results(workplace)["rows"] == [prompt.row for prompt in of_search.held_out[:2]]
     refused(bench(profile, code, prompts=5, **own), "--prompts 5 is more than the 3", "--held-out-prompts 5")
-
-
-def test_prompts_that_were_left_out_are_counted_in_the_results(
-    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench
-) -> None:
-    result = bench(write_profile(LayerSkip.blocks((3,))), code, against="plain")
-    assert result.exit_code == 0, result.output
-    assert results(workplace)["prompt_notes"] == []
-    just_enough = code.read_text().splitlines()[: sum(SIZES.values())]
-    code.write_text("\n".join([*just_enough, json.dumps({"prompt": "one two " * 300})]) + "\n")
-    result = bench(write_profile(LayerSkip.blocks((3,))), code, against="plain")
-    (note,) = results(workplace)["prompt_notes"]
-    assert note.startswith("1 of 8 prompts are too long and were left out")
 
 
 def test_who_cannot_run_here_is_left_out_with_the_reason(
@@ -453,16 +430,6 @@ def test_fewer_than_two_batches_are_refused(
     refused(bench(profile, code, batch_size=3, held_out_prompts=9, prompts=5), "1 whole batches of 5", "6 or more")
     refused(bench(profile, code, batch_size=0), "--batch-size")
     assert not (workplace / "b").exists()
-
-
-def test_texts_that_cannot_share_passes_are_said_to_take_turns(
-    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Target, "unbatchable_reason", "its passes differ")
-    result = bench(write_profile(LayerSkip.blocks((3,))), code, against="plain", batch_size=2, held_out_prompts=4)
-    assert result.exit_code == 0, result.output
-    assert "in turns, not in shared passes: its passes differ" in flat(result.stdout)
-    assert results(workplace)["contenders"]["profile"]["identical"] == 4
 
 
 def test_a_batch_is_compared_with_texts_that_were_written_alone(

@@ -25,7 +25,7 @@ from studies.contract import TrialRecord
 from studies.costs.table import CostTable
 from studies.costs.terms import DraftStep, Pass, Verification, join_share
 from tests.support.costs import assert_monotone
-from tests.support.families import NUM_LAYERS, SUPPORTED, target_of
+from tests.support.families import NUM_LAYERS, target_of
 from tests.support.shared_passes import watch_shared_passes
 from tests.support.tiny import tiny_llama, tiny_target
 from tuner.measuring import cost_table as cost
@@ -240,7 +240,6 @@ def test_passes_are_timed_after_the_untimed_pass_of_the_prompt(clock: Clock) -> 
     ("skip", "steps"),
     [
         (LayerSkip(), 1),
-        (LayerSkip.blocks((0, 2, 4)), 2),
         (LayerSkip.blocks((1, 2, 3, 4)), 3),
         (LayerSkip.blocks(tuple(range(6))), MOST_STEPS),
     ],
@@ -328,9 +327,9 @@ def one_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("one_sweep")
-@pytest.mark.parametrize("family", SUPPORTED)
-def test_table_of_every_family_predicts_positive_and_monotone_costs(family: str) -> None:
-    """Run each kind of pass on each family, over the fewest widths."""
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox_parallel"])
+def test_table_of_a_family_predicts_positive_and_monotone_costs(family: str) -> None:
+    """Run each kind of pass: full attention, windows and norms, and parallel blocks, which have no separate sublayers."""
     target = target_of(family)
     table = measure_cost_table(target, max_tokens=2, contexts=(8, 24), budget_seconds=0.0)
     assert_monotone(table, max_tokens=2)

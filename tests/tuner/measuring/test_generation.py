@@ -50,24 +50,17 @@ def contenders(model: LlamaForCausalLM, eos: frozenset[int]) -> dict[str, StockG
 
 
 @pytest.mark.parametrize("name", [*OPTIONS, "exit"])
-def test_the_text_is_that_of_plain_decoding(model: LlamaForCausalLM, name: str) -> None:
-    contender = contenders(model, NO_EOS)[name]
-    for prompt in PROMPTS:
-        decoded = written(contender, prompt)
-        assert decoded.texts == (plain(model, prompt),)
-        assert decoded.prefill_seconds > 0
-        assert decoded.decode_seconds > 0
-        if name in ("dynamic", "static"):
-            assert (decoded.rounds, decoded.accepted, decoded.prefill_tokens) == (NEW_TOKENS - 1, 0, 1)
-
-
-@pytest.mark.parametrize("name", [*OPTIONS, "exit"])
 def test_texts_end_where_ours_end(model: LlamaForCausalLM, name: str) -> None:
     texts = [plain(model, prompt) for prompt in PROMPTS]
     eos = frozenset({texts[0][10], texts[1][12]})
     assert any(len(plain(model, prompt, eos)) < NEW_TOKENS for prompt in PROMPTS)
     for prompt in PROMPTS:
         assert written(contenders(model, eos)[name], prompt).texts == (plain(model, prompt, eos),)
+        decoded = written(contenders(model, NO_EOS)[name], prompt)
+        assert decoded.texts == (plain(model, prompt),)
+        assert min(decoded.prefill_seconds, decoded.decode_seconds) > 0
+        if name in ("dynamic", "static"):
+            assert (decoded.rounds, decoded.accepted, decoded.prefill_tokens) == (NEW_TOKENS - 1, 0, 1)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "static"])
@@ -130,13 +123,6 @@ def test_an_early_exit_leaves_the_model_whole_after_an_error(model: LlamaForCaus
     assert model.generation_config is own
 
 
-def test_exits_are_spread_over_the_first_three_quarters() -> None:
-    assert exits_to_try(24) == (3, 6, 9, 12, 15, 18)
-    assert exits_to_try(6) == (1, 2, 3, 4)
-    assert exits_to_try(2) == (1,)
-    assert exits_to_try(1) == ()
-
-
 def test_the_fastest_exit_is_taken_and_all_that_were_tried_are_told(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +137,7 @@ def test_the_fastest_exit_is_taken_and_all_that_were_tried_are_told(
     monkeypatch.setattr(EarlyExitGeneration, "decode", decode)
     longest = list[int]()
     found = fastest_exit("exit", model, NO_EOS, PROMPTS[:2], num_layers=6, max_new_tokens=512)
+    assert exits_to_try(24) == (3, 6, 9, 12, 15, 18)
     assert found.settings["options"] == {"assistant_early_exit": 2}
     assert found.settings["tried"] == {str(exit_layer): pytest.approx(rate) for exit_layer, rate in rates.items()}
     assert "assistant_early_exit=2" in found.description
