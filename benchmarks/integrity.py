@@ -34,8 +34,11 @@ from tuner.measuring.machine import MachineWatch
 from tuner.measuring.paired import Bench
 from tuner.measuring.turns import Measuring, OnSample
 from tuner.progress import Unwatched
-from tuner.search.decision import blocks, claims_speedup, confirm, race_best
+from tuner.search.budget import Budget
+from tuner.search.decision import Confirmations, blocks, confirm, objection, to_confirm
+from tuner.search.race import race, shortlist, unseen_by_trials
 from tuner.search.task import Task, open_bench, prepare
+from tuner.stage_clock import StageClock
 
 PROHIBITIVE = RoundCosts(draft_step=1e6, verify=(1.0, 1e6))
 """Costs at which no draft pays."""
@@ -149,17 +152,18 @@ def search_among(family: Family, tuning: Measuring, held_out: Measuring, config:
         )
         for number, candidate in enumerate(family.candidates)
     ]
-    finalists = race_best(records, ["null"], tuning, config, Unwatched())
-    winner, *_ = confirm(finalists, records, held_out, Unwatched())
+    unseen = unseen_by_trials(tuning.indices, config.samples_per_trial)
+    finalists = race(shortlist(records, ["null"], config.finalists), tuning, unseen, Unwatched())
+    chosen = to_confirm(finalists, records)
+    winner, *_ = confirm(chosen, held_out, Budget(None, StageClock()), Unwatched(), Confirmations())
     watch = MachineWatch()
     watch.look()
     noise = watch.noise(blocks(records, finalists), winner.measurement)
-    claims = claims_speedup(
-        winner.trial.candidate, finalists[0].measurement, winner.measurement, busy=bool(noise.disturbances)
-    )
+    busy = bool(noise.disturbances)
+    refused = objection(winner.candidate, finalists[0].measurement, winner.measurement, busy=busy)
     confirmed = winner.measurement.speedup_interval()
     best = max(record.speedup or 0.0 for record in records)
-    return {"best trial": best, "confirmed": confirmed.value, "ci95": confirmed.ci95, "claims": claims}
+    return {"best trial": best, "confirmed": confirmed.value, "ci95": confirmed.ci95, "claims": refused is None}
 
 
 def check_nulls(

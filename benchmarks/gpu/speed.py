@@ -133,7 +133,7 @@ def whole_search(shared: Shared, seconds: float) -> dict[str, Any]:
         "identical": confirmed.num_identical,
         "ties": confirmed.num_ties,
         "texts": confirmed.num_prompts,
-        "trials": result.cost.num_trials,
+        "trials": result.cost.trials,
     }
     return {"rows": [found], "profile": profile.model_dump(mode="json")}
 

@@ -44,6 +44,7 @@ from tuner.measuring import cost_table, pass_timer
 from tuner.measuring.cost_table import measure_cost_table
 from tuner.measuring.paired import Bench
 from tuner.measuring.pass_timer import PassTimer
+from tuner.progress import Unwatched
 from tuner.search.race import race
 
 BUCKETS = replace(GPU_BUCKETS, slot_step=64)
@@ -185,7 +186,7 @@ def test_laps_of_a_race_record_nothing(shared: Workplace) -> None:
         record(number=number).model_copy(update={"candidate": each, "measurement": measurement([1.0])})
         for number, each in enumerate(chosen)
     ]
-    race(trials, bench, range(1, 4))
+    race(trials, bench, range(1, 4), Unwatched())
     assert shared.recorder.num_recorded == before
 
 

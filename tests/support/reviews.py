@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from decoding.drafts import LayerSkip
-from decoding.profile import DraftProfile, Interval, TargetIdentity
+from decoding.profile import DraftProfile, Interval, SearchCost, TargetIdentity
 from studies.contract import TrialState
 from tests.support.measured import measured
-from tests.support.records import measurement, record
+from tests.support.records import candidate, measurement, record
 from tuner.measuring.machine import MachineNoise
 from tuner.results import Provenance
 from tuner.review.document import (
     MeasuredCandidate,
-    SearchReview,
+    SearchResult,
     StockComparison,
     StockContender,
     TextPair,
@@ -50,7 +50,7 @@ def stock(**over_it: float) -> StockComparison:
     )
 
 
-def review(**changes: Any) -> SearchReview:
+def review(**changes: Any) -> SearchResult:
     """Return a search whose winner is 1.4 times as fast as plain decoding; `changes` override its fields."""
     draft = LayerSkip.blocks((2, 3))
     target = TargetIdentity(
@@ -61,31 +61,29 @@ def review(**changes: Any) -> SearchReview:
         "run_id": "f" * 32,
         "profile": DraftProfile(name="tiny", target=target, draft=draft, measured=measured()),
         "objection": None,
-        "winner": "conf_layers/0",
         "rivals": (
             MeasuredCandidate(
                 label="conf_layers",
-                description="skip 2,3; fixed 4",
                 trial="conf_layers/0",
+                origin="conf_layers",
+                candidate=candidate((2, 3)),
                 measurement=measurement([1.3, 1.4, 1.5] * 5),
             ),
             MeasuredCandidate(
                 label="best ada_edl",
-                description="skip 1,5; fixed 4",
                 trial="conf_layers/1",
+                origin="conf_layers",
+                candidate=candidate((1, 5)),
                 measurement=measurement([1.1, 1.2, 1.1] * 5),
             ),
         ),
-        "race": (
-            MeasuredCandidate(trial="conf_layers/0", description="skip 2,3", measurement=measurement([1.4, 1.5])),
-        ),
+        "race": (MeasuredCandidate.of(TRIALS[0]).model_copy(update={"measurement": measurement([1.4, 1.5])}),),
         "trials": TRIALS,
         "texts": (TextPair(prompt="a\nb", plain=" c", drafted=" c", identical=True),),
         "noise": QUIET,
         "ended": {"conf_layers": "4 trials done"},
         "stages": {"trials": 10.0, "race": 5.0},
-        "search_seconds": 12.0,
-        "distillation_seconds": 0.0,
+        "cost": SearchCost(trials=4, seconds=12.0),
         "settings": {"model": "m", "dataset": "d"},
         "provenance": Provenance(
             revision="a" * 40,
@@ -96,4 +94,4 @@ def review(**changes: Any) -> SearchReview:
             versions={"torch": "2"},
         ),
     }
-    return SearchReview(**{**values, **changes})
+    return SearchResult(**{**values, **changes})

@@ -166,10 +166,8 @@ def drawn_pictures() -> None:
 
 @pytest.fixture
 def plain_reviews(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let searches write neither pictures nor a page, which takes a second."""
-    for name in ("skipped_layers_picture", "speedup_picture"):
-        monkeypatch.setattr(f"tuner.search.reviewing.{name}", lambda *given: given[-1].write_bytes(b"no picture"))
-    monkeypatch.setattr("tuner.search.reviewing.report_page", lambda review: "no report")
+    """Let searches write no page, which takes a second."""
+    monkeypatch.setattr("tuner.search.outcome.report_page", lambda result: "no report")
 
 
 @pytest.fixture

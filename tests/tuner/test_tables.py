@@ -12,14 +12,15 @@ from decoding.probe import Capabilities
 from decoding.profile import Interval
 from studies.measurement import BatchTexts, Measurement, PairedPrefill, PromptSample
 from tests.support.paths import ROOT
-from tests.support.records import measurement, sample
+from tests.support.records import measurement, record, sample
+from tests.support.reviews import review
 from tests.support.shown import check_readable, shown
 from tuner.bench.loads import DraftLoads, LoadFigures, ScheduleResult, schedule_table
+from tuner.cli.doctor import capabilities_panel
 from tuner.export.schedule import MeasuredSchedule, ScheduledLoad
 from tuner.heads.report import heads_table
-from tuner.review.document import StockComparison, StockContender
-from tuner.search.held_out import ResultRow, results_table
-from tuner.search.report import capabilities_panel
+from tuner.review.document import MeasuredCandidate, StockComparison, StockContender
+from tuner.review.tables import results_table
 from tuner.tables import figures_table
 
 LONG = "best ada_edl_published"
@@ -103,15 +104,19 @@ decoding: 73.1 tok/s)
  hf-prompt-lookup  0.44 [0.40, 0.48]  0.40 [0.36, 0.44]  4.27 [3.85, 4.70]
 
 plain decoding          the whole model, token by token
-joint                   skip 2, 3; fixed
-conf_layers_tuned       skip 2, 3
-best ada_edl_published  skip 2
+joint                   skip 2, 3; fixed (max_tokens 4)
+conf_layers_tuned       skip 2, 3; fixed (max_tokens 4)
+best ada_edl_published  skip 2, 3; fixed (max_tokens 4)
 profile                 the winner; 4 of 4 texts identical
 hf                      generate(use_cache=True); 4 of 4 texts identical
 hf-prompt-lookup        generate(prompt_lookup_num_tokens=10); 4 of 4 texts
                         identical
 hf-static               left out: CUDA only
 """
+
+
+def rival(label: str, measured: Measurement) -> MeasuredCandidate:
+    return MeasuredCandidate.of(record(), label).model_copy(update={"measurement": measured})
 
 
 def test_the_end_of_a_search() -> None:
@@ -125,25 +130,15 @@ def test_the_end_of_a_search() -> None:
         },
         left_out={"hf-static": "CUDA only"},
     )
-    rows = [
-        ResultRow("plain decoding", "the whole model, token by token", None),
-        ResultRow("joint", "skip 2,3; fixed", of_tasks(1.1)),
-        ResultRow("conf_layers_tuned", "skip 2,3", of_tasks(0.9)),
-        ResultRow(LONG, "skip 2", of_tasks(1.0)),
-    ]
-    assert shown(results_table(rows, comparison)) == RESULTS
+    rivals = (rival("joint", of_tasks(1.1)), rival("conf_layers_tuned", of_tasks(0.9)), rival(LONG, of_tasks(1.0)))
+    assert shown(results_table(review(rivals=rivals, comparison=comparison))) == RESULTS
 
 
 def test_the_end_of_a_search_for_batches_with_ties_and_high_speed_ups() -> None:
     batch = BatchTexts(count=16, identical=13, ties=3)
     samples = tuple(sample(ratio, n, identical=False, tie=True, batch=batch) for n, ratio in enumerate([11.5, 14.2]))
-    rows = [
-        ResultRow("plain decoding", "the whole model", None),
-        ResultRow(LONG, "skip 2", Measurement(samples=samples)),
-    ]
-    check_readable(
-        results_table(rows), [("plain decoding", "1.00"), ("best", "12.85"), ("ada_edl_published", "+ 6 ties")]
-    )
+    table = results_table(review(rivals=(rival(LONG, Measurement(samples=samples)),)))
+    check_readable(table, [("plain decoding", "1.00"), ("best", "12.85"), ("ada_edl_published", "+ 6 ties")])
 
 
 def test_a_bench_by_number_of_sequences() -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 from pydantic import Field
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.panel import Panel
+from rich.text import Text
 
 from decoding.documents.strict_yaml import Document
 from tuner.cli.options import GroupedCommand, options_of, settings_from
 from tuner.cli.terminal import check_names, print_facts
 from tuner.config import FEWEST_SAMPLES, SearchConfig
 from tuner.fields import Device, Dtype, Model, Revision
+from tuner.tables import facts_grid
+
+if TYPE_CHECKING:
+    from decoding.probe import Capabilities
 
 
 class DoctorSettings(Document):
@@ -42,7 +49,6 @@ def doctor(**flags: Any) -> None:
     from decoding.probe import probe
     from tuner.inputs.models import load
     from tuner.search.memory_plan import memory_table, plan_memory
-    from tuner.search.report import capabilities_panel
 
     plan = plan_memory(_search_of(settings))
     Console().print(memory_table(plan))
@@ -65,3 +71,34 @@ def _search_of(settings: DoctorSettings) -> SearchConfig:
         name: max(needed, SearchConfig.model_fields[name].default) for name in ("tuning_prompts", "held_out_prompts")
     }
     return SearchConfig(**given, **counts, dataset="none", max_prompt_tokens=settings.prompt_tokens)
+
+
+def capabilities_panel(found: Capabilities) -> RenderableType:
+    """Return the capabilities of a model that the probe found."""
+    facts = facts_grid()
+    facts.add_row(
+        "model", f"{found.architecture}, {found.num_parameters / 1e6:.1f} M parameters, {found.dtype} on {found.device}"
+    )
+    if found.num_layers is not None:
+        facts.add_row("blocks", _share(found.skippable_blocks, found.num_layers))
+        facts.add_row("attention", _share(found.skippable_attention, found.num_layers))
+        facts.add_row("MLP", _share(found.skippable_mlp, found.num_layers))
+        facts.add_row("rollback", "the cache rolls back exactly")
+        facts.add_row("prefix reuse", "yes" if found.prefix_reuse else "no: every verification runs the whole model")
+    verdict = Text("can be tuned: speculative decoding gives the tokens of plain decoding", style="bold green")
+    facts.add_row(
+        "verdict", verdict if found.is_supported else Text(f"cannot be tuned: {found.refusal}", style="bold red")
+    )
+    return Panel(facts, title="sdtune doctor", title_align="left")
+
+
+def _share(layers: Sequence[int], num_layers: int) -> str:
+    from decoding.drafts import compact_indices
+
+    if len(layers) == num_layers:
+        return f"all {num_layers} can be skipped"
+    return (
+        f"{len(layers)} of {num_layers} can be skipped: {compact_indices(tuple(layers))}"
+        if layers
+        else "cannot be skipped"
+    )

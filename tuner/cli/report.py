@@ -16,7 +16,7 @@ from tuner.errors import ConfigError
 from tuner.fields import DEFAULT_STORE
 
 if TYPE_CHECKING:
-    from tuner.review.document import SearchReview
+    from tuner.review.document import SearchResult
 
 
 @click.command()
@@ -54,7 +54,7 @@ def report(source: str, out: Path, tracking_uri: str, bench: Path | None, track:
     review = find_review(source, tracking_uri)
 
     from decoding.documents.atomic_write import write_atomically
-    from tuner.review.bench_figures import read_comparison
+    from tuner.review.document import read_comparison
     from tuner.review.markdown import search_note
     from tuner.review.page import report_page
     from tuner.review.verdict import verdict
@@ -75,7 +75,7 @@ def report(source: str, out: Path, tracking_uri: str, bench: Path | None, track:
 REVIEW_NAME = "search.json"
 
 
-def find_review(source: str, tracking_uri: str) -> SearchReview:
+def find_review(source: str, tracking_uri: str) -> SearchResult:
     """Return the data of the search that `source` names: the id of its run, the path of its profile, or of a search.json.
 
     Raises `ConfigError` for a source without such data, and `TrackingError` if the store cannot be used.
@@ -105,11 +105,11 @@ def _run_of(profile: Path) -> str:
     return origin.mlflow_run_id
 
 
-def _parsed(text: str, source: str) -> SearchReview:
-    from tuner.review.document import SearchReview
+def _parsed(text: str, source: str) -> SearchResult:
+    from tuner.review.document import SearchResult
 
     try:
-        return SearchReview.model_validate_json(text)
+        return SearchResult.model_validate_json(text)
     except ValidationError as failure:
         where = ".".join(map(str, failure.errors(include_url=False)[0]["loc"])) or "its start"
         raise ConfigError(f"{source} holds no data of a search of this version: wrong at {where}") from None

@@ -29,7 +29,7 @@ from tuner.stage_clock import StageClock, spoken
 
 if TYPE_CHECKING:
     from studies.contract import StudySettings
-    from tuner.search.outcome import SearchResult
+    from tuner.review.document import SearchResult
     from tuner.search.run import InterruptedSearchError
     from tuner.search.task import Task
 
@@ -98,7 +98,7 @@ def search(config_file: Path | None, dry_run: bool, **flags: Any) -> None:
 
 
 def _search_on_ray(config: SearchConfig) -> None:
-    from tuner.search.finished import write_stored
+    from tuner.search.outcome import write_stored
     from tuner.search.several import search_on_ray
 
     with progress_on_stderr() as progress:
@@ -134,9 +134,9 @@ def _search_here(config: SearchConfig, clock: StageClock, *, dry_run: bool) -> N
 
 
 def _print_result(results: Console, found: SearchResult, config: SearchConfig) -> None:
-    from tuner.search.held_out import results_table
+    from tuner.review.tables import results_table
 
-    results.print(results_table(found.rows, found.comparison))
+    results.print(results_table(found))
     _print_conclusion(results, found, config)
 
 
@@ -166,12 +166,12 @@ def _print_plan(console: Console, task: Task) -> None:
 
 def _print_time(console: Console, task: Task) -> None:
     """Print how the time will be shared, from a moment of plain decoding."""
-    from tuner.search.run import plan, plan_lines
+    from tuner.search.run import plan
 
     if (seconds := plan(task)) is not None:
         heads = f"distillation of exit heads: about {spoken(seconds)} (--set distill=never declines)"
         console.print(heads, soft_wrap=True, highlight=False)
-    for line in plan_lines(task):
+    for line in task.budget.lines():
         console.print(line, soft_wrap=True, highlight=False)
 
 
@@ -197,15 +197,16 @@ def _print_interrupted(interrupted: InterruptedSearchError) -> None:
 
 
 def _print_conclusion(console: Console, found: SearchResult, config: SearchConfig) -> None:
+    from tuner.review.verdict import verdict
     from tuner.tracking import ui_lines
 
-    for name, reason in found.studies.items():
+    for name, reason in found.ended.items():
         print_facts(console, search=f"{name}: {reason}")
     if found.no_comparison is not None and config.stock:
         print_facts(console, generate=f"not compared with transformers' generate: {found.no_comparison}")
     cost = found.cost
     heads = f"; {cost.distillation_seconds:.0f} s of distilling exit heads" if cost.distillation_seconds else ""
-    print_facts(console, cost=f"{cost.num_trials} trials, {cost.search_seconds:.0f} s of search{heads}")
+    print_facts(console, cost=f"{cost.trials} trials, {cost.seconds:.0f} s of search{heads}")
     stages = ", ".join(f"{stage} {spoken(seconds)}" for stage, seconds in found.stages.items())
     print_facts(console, time=f"{spoken(sum(found.stages.values()))}: {stages}")
     engine = found.profile.provenance.engine if found.profile.provenance else None
@@ -225,10 +226,10 @@ def _print_conclusion(console: Console, found: SearchResult, config: SearchConfi
         low, high = (end_to_end := whole.speedup_interval()).ci95
         shown = f"{end_to_end.value:.2f}x, 95 % interval {low:.2f} to {high:.2f}, prefill included"
         print_facts(console, **{"end to end": shown})
-    assert found.verdict is not None, "a search ends with its review"
-    for caution in found.verdict.cautions:
+    conclusion = verdict(found)
+    for caution in conclusion.cautions:
         print_facts(console, care=caution)
-    print_facts(console, verdict=Text(found.verdict.headline, style="bold"))
+    print_facts(console, verdict=Text(conclusion.headline, style="bold"))
     print_facts(
         console,
         profile=f"{config.out}   (sdtune show {config.out})",

@@ -13,28 +13,30 @@ import plotly.graph_objects as go
 from decoding.profile import Interval
 from studies.contract import TrialRecord, TrialState
 from studies.measurement import Measurement
-from tuner.review.document import SearchReview, described, trial_name
+from tuner.review.document import PROFILE, SearchResult, described, trial_name
 
 BLUE, ORANGE, GREEN, PURPLE, SKY, RED, GREY = (
     *("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"),
     *("#d55e00", "#777777"),
 )
+SKIPPED = {"kept": "#f2f2f2", "attention skipped": ORANGE, "MLP skipped": SKY, "both skipped": "#1b3a5c"}
+"""Colour of each value of a layer: the sum of 1 for skipped attention and 2 for a skipped MLP."""
 STUDY_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY)
 MOST_WORDS = 70
+"""Characters of a description beside a mark."""
 MOST_TICKS = 12
 """Prompts that are counted on an axis, at most."""
-"""Characters of a description beside a mark."""
 
 
-def held_out_chart(review: SearchReview) -> go.Figure:
+def held_out_chart(result: SearchResult) -> go.Figure:
     """Return the speed-ups of the final candidates, and of stock generation, with their intervals."""
     shown: list[tuple[str, Interval, str]] = []
-    for rival in review.rivals:
-        won = " (winner)" if rival.trial == review.winner else ""
-        shown.append((f"{rival.trial}{won}", rival.measurement.speedup_interval(), rival.description))
-    if review.comparison is not None:
-        for name, each in review.comparison.contenders.items():
-            if name != "profile":
+    for rival in result.rivals:
+        won = " (winner)" if rival is result.winner else ""
+        shown.append((f"{rival.trial}{won}", rival.measurement.speedup_interval(), described(rival)))
+    if result.comparison is not None:
+        for name, each in result.comparison.contenders.items():
+            if name != PROFILE:
                 shown.append((name, each.over_plain, each.description))
     figure = go.Figure()
     for index, (name, interval, description) in enumerate(shown):
@@ -53,9 +55,9 @@ def held_out_chart(review: SearchReview) -> go.Figure:
     return _titled(figure, "speed-up of decoding over plain decoding, 95 % intervals", "", height=150 + 45 * len(shown))
 
 
-def progress_chart(review: SearchReview) -> go.Figure | None:
+def progress_chart(result: SearchResult) -> go.Figure | None:
     """Return the speed-up of each trial in the order in which they ran, and the best so far."""
-    measured = [(n, r, r.measurement) for n, r in enumerate(review.trials) if r.measurement and r.repeat_of is None]
+    measured = [(n, r, r.measurement) for n, r in enumerate(result.trials) if r.measurement and r.repeat_of is None]
     if not measured:
         return None
     figure = go.Figure()
@@ -65,14 +67,14 @@ def progress_chart(review: SearchReview) -> go.Figure | None:
             if own:
                 _add_trials(figure, own, study, state, symbol, STUDY_COLOURS[number % len(STUDY_COLOURS)])
     line, best = [], None
-    for record in review.trials:
+    for record in result.trials:
         best = max(filter(None, (best, record.speedup)), default=None)
         line.append(best)
     figure.add_scatter(
         x=list(range(len(line))), y=line, mode="lines", line={"shape": "hv", "color": "#1b3a5c"}, name="best so far"
     )
     for n, record, measurement in measured:
-        if trial_name(record) == review.winner:
+        if trial_name(record) == result.winner.trial:
             square = {"symbol": "square-open", "size": 18, "color": RED, "line": {"width": 3}}
             figure.add_scatter(x=[n], y=[measurement.speedup], mode="markers", marker=square, name="winner")
     figure.add_hline(y=1.0, line_dash="dash", line_color=GREY)
@@ -104,9 +106,9 @@ def _add_trials(
     )
 
 
-def time_chart(review: SearchReview) -> go.Figure | None:
+def time_chart(result: SearchResult) -> go.Figure | None:
     """Return where the time of a token goes, plainly and with the winner, and the bound of one token per pass."""
-    confirmed = review.confirmed
+    confirmed = result.confirmed
     share = confirmed.drafting_share
     if share is None:
         return None
@@ -119,7 +121,7 @@ def time_chart(review: SearchReview) -> go.Figure | None:
     figure = go.Figure()
     for name, (milliseconds, colour, pattern) in parts.items():
         figure.add_bar(
-            y=["plain decoding", review.winner],
+            y=["plain decoding", result.winner.trial],
             x=milliseconds,
             orientation="h",
             name=name,
@@ -129,9 +131,9 @@ def time_chart(review: SearchReview) -> go.Figure | None:
     return _titled(figure, "milliseconds per token", "", height=240)
 
 
-def acceptance_chart(review: SearchReview) -> go.Figure | None:
+def acceptance_chart(result: SearchResult) -> go.Figure | None:
     """Return the share of rounds that accepted the first, second, third ... drafted token."""
-    histogram = review.confirmed.acceptance_histogram
+    histogram = result.confirmed.acceptance_histogram
     rounds = sum(histogram.values())
     if not rounds or max(histogram) == 0:
         return None
@@ -143,11 +145,11 @@ def acceptance_chart(review: SearchReview) -> go.Figure | None:
     return _titled(figure, "position in the draft", "share of rounds that accept it")
 
 
-def prediction_chart(review: SearchReview) -> go.Figure | None:
+def prediction_chart(result: SearchResult) -> go.Figure | None:
     """Return the predicted speed-up of each trial against the measured one."""
     pairs = [
         (float(r.notes["predicted_speedup"]), r.measurement.speedup, r)
-        for r in review.trials
+        for r in result.trials
         if r.measurement is not None and r.repeat_of is None and "predicted_speedup" in r.notes
     ]
     if not pairs:
@@ -169,9 +171,9 @@ def prediction_chart(review: SearchReview) -> go.Figure | None:
     return _titled(figure, "predicted speed-up", "measured speed-up")
 
 
-def prompts_chart(review: SearchReview) -> go.Figure:
+def prompts_chart(result: SearchResult) -> go.Figure:
     """Return the winner's speed-up on each held-out prompt, the lowest first."""
-    samples = sorted(review.confirmed.samples, key=lambda sample: sample.ratio)
+    samples = sorted(result.confirmed.samples, key=lambda sample: sample.ratio)
     figure = go.Figure()
     names = list(dict.fromkeys(sample.category or "held-out prompts" for sample in samples))
     for number, name in enumerate(names):
@@ -190,10 +192,32 @@ def prompts_chart(review: SearchReview) -> go.Figure:
     return _titled(figure, "held-out prompts, the slowest first", "speed-up of decoding")
 
 
-def categories_chart(review: SearchReview) -> go.Figure | None:
+def layers_chart(result: SearchResult) -> go.Figure | None:
+    """Return the layers that the draft of each trial skips, the winner's framed; None if no draft runs a part of the model."""
+    num_layers, own = result.profile.target.num_layers, [r for r in result.trials if r.candidate.draft.runs_model]
+    drawn = {trial_name(r): r.candidate.draft.skipped(num_layers) for r in own if r.repeat_of is None}
+    if not drawn:
+        return None
+    layers, names = range(num_layers), list(drawn)
+    grid = [[(n in skip.skip_attention) + 2 * (n in skip.skip_mlp) for skip in drawn.values()] for n in layers]
+    steps = [(share / len(SKIPPED), c) for n, c in enumerate(SKIPPED.values()) for share in (n, n + 1)]
+    heatmap = go.Heatmap(
+        z=grid, x=names, zmin=0, zmax=len(SKIPPED) - 1, colorscale=steps, showscale=False, xgap=1, ygap=1
+    )
+    figure = go.Figure(heatmap)
+    for name, colour in SKIPPED.items():  # the legend
+        figure.add_scatter(x=[None], y=[None], mode="markers", marker={"symbol": "square", "color": colour}, name=name)
+    if result.winner.trial in names:
+        column = names.index(result.winner.trial)
+        frame = {"x0": column - 0.5, "x1": column + 0.5, "y0": -0.5, "y1": num_layers - 0.5}
+        figure.add_shape(type="rect", line={"color": RED, "width": 3}, **frame)
+    return _titled(figure, "trial", "layer", height=200 + 8 * num_layers)
+
+
+def categories_chart(result: SearchResult) -> go.Figure | None:
     """Return the winner's speed-up by category of prompts, with intervals; None unless there are two categories."""
     found = {
-        name: each.speedup_interval() for name, each in review.confirmed.by_category().items() if len(each.samples) > 1
+        name: each.speedup_interval() for name, each in result.confirmed.by_category().items() if len(each.samples) > 1
     }
     if len(found) < 2:
         return None
@@ -211,17 +235,17 @@ def categories_chart(review: SearchReview) -> go.Figure | None:
     return _titled(figure, "speed-up of decoding", "", height=140 + 36 * len(found))
 
 
-def cost_chart(review: SearchReview) -> go.Figure | None:
+def cost_chart(result: SearchResult) -> go.Figure | None:
     """Return the seconds of each stage of the search."""
-    if not review.stages:
+    if not result.stages:
         return None
-    bars = go.Bar(x=list(review.stages.values()), y=list(review.stages), orientation="h", marker_color=BLUE)
+    bars = go.Bar(x=list(result.stages.values()), y=list(result.stages), orientation="h", marker_color=BLUE)
     figure = go.Figure(bars)
     figure.update_yaxes(autorange="reversed")
-    return _titled(figure, "seconds", "", height=120 + 30 * len(review.stages))
+    return _titled(figure, "seconds", "", height=120 + 30 * len(result.stages))
 
 
-Chart = Callable[[SearchReview], go.Figure | None]
+Chart = Callable[[SearchResult], go.Figure | None]
 
 CHARTS: Mapping[str, Chart] = {
     "held_out": held_out_chart,
@@ -229,6 +253,7 @@ CHARTS: Mapping[str, Chart] = {
     "time": time_chart,
     "acceptance": acceptance_chart,
     "prediction": prediction_chart,
+    "layers": layers_chart,
     "prompts": prompts_chart,
     "categories": categories_chart,
     "cost": cost_chart,

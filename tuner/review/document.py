@@ -1,26 +1,44 @@
-"""Everything a reviewer may ask about a finished search, as one document: `search.json` in MLflow. Data only."""
+"""Everything that is known about a finished search, as one document: stored, printed, and `search.json` in MLflow. Data only."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from decoding.documents.strict_yaml import Document
-from decoding.profile import DraftProfile, Interval
-from studies.contract import TrialRecord
+from decoding.profile import DraftProfile, Interval, SearchCost
+from studies.contract import Candidate, TrialRecord
 from studies.measurement import Measurement
+from tuner.errors import ConfigError
+from tuner.measuring.contender import PLAIN
 from tuner.measuring.machine import MachineNoise
 from tuner.results import Provenance
 
+PROFILE, GENERATE, PROMPT_LOOKUP = "profile", "hf", "hf-prompt-lookup"
+"""Names of the contenders of a `StockComparison`, as in `sdtune bench`."""
+
 
 class MeasuredCandidate(Document):
-    """A candidate as measured in the race, on tuning prompts, or in the confirmation, on the held-out ones."""
+    """A candidate as measured in the race, on tuning prompts, or in the confirmation, on held-out ones."""
 
     trial: str = Field(description="study and number, such as joint/3")
-    description: str
-    measurement: Measurement
+    origin: str = Field(description="the method that proposed the draft")
+    candidate: Candidate
+    measurement: Measurement = Measurement(samples=())
     label: str = Field("", description="name in the final table; empty in the race")
+
+    @classmethod
+    def of(cls, record: TrialRecord, label: str = "") -> MeasuredCandidate:
+        """Return the candidate of a trial, without what the trial measured: that selected it, and flatters it."""
+        return cls(trial=trial_name(record), origin=record.origin, candidate=record.candidate, label=label)
+
+    @property
+    def study(self) -> str:
+        """Name of the study that tried it."""
+        return self.trial.rpartition("/")[0]
 
 
 class StockContender(Document):
@@ -42,7 +60,7 @@ class StockComparison(Document):
     num_prompts: int
     plain_tokens_per_second: Interval
     contenders: dict[str, StockContender]
-    """By name; `profile` is among them."""
+    """By name; `PROFILE` is among them unless it decodes plainly."""
     left_out: dict[str, str] = Field(default_factory=dict, description="contenders that did not run, with the reasons")
 
 
@@ -55,43 +73,54 @@ class TextPair(Document):
     identical: bool
     tie: bool = False
 
+    @property
+    def equality(self) -> str:
+        """How the two continuations compare, in words."""
+        return "identical" if self.identical else f"different{', at a numerical tie' if self.tie else ''}"
 
-class SearchReview(Document):
+
+class SearchResult(Document):
     """A finished search."""
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     experiment: str
     run_id: str
+    address: str | None = Field(None, description="page of the search in the MLflow UI")
     profile: DraftProfile
     objection: str | None = Field(description="why no speed-up is claimed; None if one is")
-    winner: str = Field(description="trial that won the race, such as joint/3")
-    rivals: tuple[MeasuredCandidate, ...] = Field(min_length=1, description="the winner first")
-    race: tuple[MeasuredCandidate, ...]
-    trials: tuple[TrialRecord, ...]
+    rivals: tuple[MeasuredCandidate, ...] = Field(min_length=1, description="on held-out prompts, the winner first")
+    race: tuple[MeasuredCandidate, ...] = Field(description="the finalists on tuning prompts, the fastest first")
+    trials: tuple[TrialRecord, ...] = Field((), description="empty where an earlier result is shown")
     comparison: StockComparison | None = None
     no_comparison: str | None = Field(None, description="why there is no comparison with stock generation")
     texts: tuple[TextPair, ...] = ()
     noise: MachineNoise
     ended: dict[str, str] = Field(description="by study: why it ended, and its remarks")
-    cuts: tuple[str, ...] = ()
+    cuts: tuple[str, ...] = Field(
+        (), description="what was done on fewer prompts than configured, to keep within the time"
+    )
     cautions: tuple[str, ...] = Field(
         (), description="further reasons for care, such as heads trained on tuning prompts"
     )
     stages: dict[str, float] = Field(description="seconds of each stage of this run")
-    search_seconds: float
-    distillation_seconds: float
+    cost: SearchCost
     settings: dict[str, Any] = Field(description="configuration of the search, without addresses of stores")
     provenance: Provenance
 
     @property
+    def winner(self) -> MeasuredCandidate:
+        """The winner of the race, on held-out prompts. It is in the profile unless there is an objection."""
+        return self.rivals[0]
+
+    @property
     def confirmed(self) -> Measurement:
-        """The winner on the held-out prompts."""
-        return self.rivals[0].measurement
+        """The winner's measurement on the held-out prompts."""
+        return self.winner.measurement
 
     @property
     def winning_trial(self) -> TrialRecord | None:
         """Record of the winner's trial."""
-        return next((each for each in self.trials if trial_name(each) == self.winner), None)
+        return next((each for each in self.trials if trial_name(each) == self.winner.trial), None)
 
 
 def trial_name(record: TrialRecord) -> str:
@@ -99,7 +128,43 @@ def trial_name(record: TrialRecord) -> str:
     return f"{record.study}/{record.number}"
 
 
-def described(record: TrialRecord) -> str:
-    """Return draft and draft-length rule of a trial in words."""
-    draft, rule = record.candidate.draft, record.candidate.draft_length
+def described(trial: TrialRecord | MeasuredCandidate) -> str:
+    """Return draft and draft-length rule in words."""
+    draft, rule = trial.candidate.draft, trial.candidate.draft_length
     return f"{draft.describe()}; {rule.describe()}" if draft.drafts else draft.describe()
+
+
+def read_comparison(path: Path, name: str) -> StockComparison:
+    """Return the contenders of a bench of the profile named `name`, from the `bench.json` that `sdtune bench` writes.
+
+    Raises `ConfigError` for a file that is no bench, and for a bench of another profile.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        engine, profile = found.get("engine"), str(found["profile"])
+        comparison = _comparison(found) if engine is None else None
+    except OSError as cause:
+        raise ConfigError(f"cannot read {path}: {cause.strerror}") from None
+    except (AttributeError, ValueError, KeyError, TypeError, ValidationError):
+        raise ConfigError(f"{path} is no bench.json of this version: `sdtune bench` writes one") from None
+    if comparison is None:
+        raise ConfigError(f"{path} is a bench in {engine}: give one of `sdtune bench` without --engine")
+    if profile != name:
+        raise ConfigError(f"{path} is a bench of the profile {profile!r}, not of {name!r}")
+    return comparison
+
+
+def _comparison(found: dict[str, Any]) -> StockComparison:
+    same = StockContender.model_fields.keys() - {"end_to_end_over_plain"}
+    return StockComparison(
+        num_prompts=len(found["counted"]),
+        plain_tokens_per_second=found["contenders"][PLAIN]["tokens_per_second"],
+        contenders={
+            name: StockContender(
+                **{key: each[key] for key in same}, end_to_end_over_plain=each["end_to_end"]["over_plain"]
+            )
+            for name, each in found["contenders"].items()
+            if name != PLAIN
+        },
+        left_out=found["left_out"],
+    )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from studies.contract import TrialRecord, TrialState
-from tuner.review.document import SearchReview, TextPair, described, trial_name
+from tuner.review.document import SearchResult, TextPair, described, trial_name
 from tuner.review.tables import FinalRow, final_rows
 from tuner.review.verdict import verdict
 
@@ -21,13 +21,13 @@ MOST_NAME = 90
 """Characters of a run's name, at most."""
 
 
-def search_note(review: SearchReview, *, profile_path: str) -> str:
+def search_note(result: SearchResult, *, profile_path: str) -> str:
     """Return the description of a search's run: verdict, table, cautions, how to load the profile and how to go on."""
-    return "\n".join(_search_lines(review, profile_path))
+    return "\n".join(_search_lines(result, profile_path))
 
 
-def _search_lines(review: SearchReview, profile_path: str) -> Iterator[str]:
-    found = verdict(review)
+def _search_lines(result: SearchResult, profile_path: str) -> Iterator[str]:
+    found = verdict(result)
     yield f"## {found.headline}"
     yield ""
     yield from (f"* {reason}" for reason in found.reasons)
@@ -39,35 +39,35 @@ def _search_lines(review: SearchReview, profile_path: str) -> Iterator[str]:
     yield ""
     yield "### Held-out prompts"
     yield ""
-    yield from _table(review)
+    yield from _table(result)
     yield ""
-    yield from _load(review, profile_path)
+    yield from _load(result, profile_path)
     yield "### Look further"
     yield ""
     yield (
-        f"The winning trial is `{review.winner}`. Artifacts: `report.html` (pictures, what was tried, where time went), `texts.md` "
-        "(plain beside drafted), `search.json` (all samples), `held_out.csv`, `race.csv`, `trials.csv`, `config.yaml`."
+        f"The winning trial is `{result.winner.trial}`. Artifacts: `report.html` (charts, what was tried, where time went), "
+        "`texts.md` (plain beside drafted), `search.json` (all samples), `held_out.csv`, `race.csv`, `trials.csv`, `config.yaml`."
     )
     yield ""
     yield "Resume, or go on with a larger `--timeout` or `--trials`:"
     yield ""
-    yield from _block("sh", review.provenance.command)
+    yield from _block("sh", result.provenance.command)
 
 
-def _table(review: SearchReview) -> Iterator[str]:
+def _table(result: SearchResult) -> Iterator[str]:
     """Yield the final table: plain decoding, all candidates, and stock generation."""
     yield "| | speed-up of decoding | end to end | tokens/s | plain's on the same | accepted | identical |"
     yield "|---|---|---|---|---|---|---|"
-    rows = list(final_rows(review))
+    rows = list(final_rows(result))
     yield from (_row(row) for row in rows if not row.is_stock)
-    if (comparison := review.comparison) is not None:
+    if (comparison := result.comparison) is not None:
         yield f"| *in turns on {comparison.num_prompts} of these prompts:* | | | | | | |"
         yield from (_row(row) for row in rows if row.is_stock)
         for name, reason in comparison.left_out.items():
             yield f"| {name} | left out: {_cell(reason)} | | | | | |"
     yield ""
     yield "Speed-ups are over plain decoding, with 95 % intervals. " + " ".join(
-        f"{rival.trial}: {_cell(rival.description)}." for rival in review.rivals
+        f"{row.name}: {_cell(row.description)}." for row in rows if not row.is_stock
     )
 
 
@@ -75,8 +75,8 @@ def _row(row: FinalRow) -> str:
     return f"| {f'**{row.name}**' if row.won else row.name} | {' | '.join(row.cells)} |"
 
 
-def _load(review: SearchReview, profile_path: str) -> Iterator[str]:
-    if review.profile.measured is None:
+def _load(result: SearchResult, profile_path: str) -> Iterator[str]:
+    if result.profile.measured is None:
         return
     yield "### Use it"
     yield ""
@@ -89,7 +89,7 @@ def _load(review: SearchReview, profile_path: str) -> Iterator[str]:
     yield "Or make it production's champion, which `load_decoder` fetches by address:"
     yield ""
     yield from _block(
-        "sh", f"sdtune promote {review.run_id} --name {registry_name(review.experiment)} --why 'as in its description'"
+        "sh", f"sdtune promote {result.run_id} --name {registry_name(result.experiment)} --why 'as in its description'"
     )
 
 
@@ -149,17 +149,11 @@ def texts_page(texts: Sequence[TextPair], experiment: str) -> str:
     return "\n".join(_text_lines(texts, experiment))
 
 
-def _equality(text: TextPair) -> str:
-    if text.identical:
-        return "identical"
-    return "different, at a numerical tie" if text.tie else "different"
-
-
 def _text_lines(texts: Iterable[TextPair], experiment: str) -> Iterator[str]:
     yield f"# Held-out prompts of {experiment}"
     for number, text in enumerate(texts, start=1):
         yield ""
-        yield f"## Prompt {number}: {_equality(text)}"
+        yield f"## Prompt {number}: {text.equality}"
         for title, content in (("Prompt", text.prompt), ("Plain decoding", text.plain), ("Drafted", text.drafted)):
             yield ""
             yield f"**{title}**"

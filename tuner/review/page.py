@@ -9,7 +9,7 @@ from typing import Any
 
 from studies.contract import TrialRecord, TrialState
 from studies.measurement import Measurement
-from tuner.review.document import SearchReview, described, trial_name
+from tuner.review.document import SearchResult, described, trial_name
 from tuner.review.tables import final_rows
 from tuner.review.verdict import verdict
 
@@ -34,6 +34,11 @@ SECTIONS = (
         "Predicted against measured",
         "Predictions choose what to measure; they are never reported as measurements.",
     ),
+    (
+        "layers",
+        "Layers that the drafts skip",
+        "A column for each trial whose draft runs a part of the model; the frame is the winner's. No frame: it runs none.",
+    ),
     ("prompts", "Speed-up by prompt", "Of the winner, on held-out prompts."),
     ("categories", "Speed-up by category", "Of the winner, on held-out prompts, with 95 % intervals."),
     ("cost", "Cost of the search", "Seconds by stage of the last run of the search."),
@@ -41,7 +46,7 @@ SECTIONS = (
 """Charts with their titles and notes, in order."""
 
 
-def report_page(review: SearchReview) -> str:
+def report_page(result: SearchResult) -> str:
     """Return the report as HTML."""
     import jinja2
     import markupsafe
@@ -53,7 +58,7 @@ def report_page(review: SearchReview) -> str:
         loader=jinja2.PackageLoader("tuner.review", ""), autoescape=True, undefined=jinja2.StrictUndefined
     )
     environment.filters["code"] = _code
-    charts = {name: draw(review) for name, draw in CHARTS.items()}
+    charts = {name: draw(result) for name, draw in CHARTS.items()}
     shown = {
         name: None
         if figure is None
@@ -69,17 +74,15 @@ def report_page(review: SearchReview) -> str:
     }
     script = markupsafe.Markup(f"<script>{get_plotlyjs()}</script>")
     return environment.get_template("page.html.j2").render(
-        review=review,
-        verdict=verdict(review),
+        result=result,
+        verdict=verdict(result),
         charts=shown,
         sections=SECTIONS,
         script=script,
-        rows=list(_rows(review)),
-        layers=_layers(review),
-        no_layers=_no_layers(review),
-        kinds=list(_kinds(review.trials)),
-        trials=list(_trials(review)),
-        provenance=list(_provenance(review)),
+        rows=list(_rows(result)),
+        kinds=list(_kinds(result.trials)),
+        trials=list(_trials(result)),
+        provenance=list(_provenance(result)),
     )
 
 
@@ -90,29 +93,10 @@ def _code(sentence: str) -> str:
     return markupsafe.Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(markupsafe.escape(sentence))))
 
 
-def _rows(review: SearchReview) -> Iterator[dict[str, Any]]:
-    for row in final_rows(review):
-        few = f"on {review.comparison.num_prompts} of these prompts: " if row.is_stock and review.comparison else ""
+def _rows(result: SearchResult) -> Iterator[dict[str, Any]]:
+    for row in final_rows(result):
+        few = f"on {result.comparison.num_prompts} of these prompts: " if row.is_stock and result.comparison else ""
         yield {"name": row.name, "description": f"{few}{row.description}", "won": row.won, "cells": row.cells}
-
-
-def _layers(review: SearchReview) -> dict[str, list[bool]] | None:
-    """Return which sublayers the winner's draft leaves out; None if it runs no part of the model."""
-    trial, num_layers = review.winning_trial, review.profile.target.num_layers
-    if trial is None or not trial.candidate.draft.runs_model:
-        return None
-    skip = trial.candidate.draft.skipped(num_layers)
-    return {
-        "attention": [layer in skip.skip_attention for layer in range(num_layers)],
-        "mlp": [layer in skip.skip_mlp for layer in range(num_layers)],
-    }
-
-
-def _no_layers(review: SearchReview) -> str:
-    trial = review.winning_trial
-    return (
-        "" if trial is None else f"The winner runs no part of the model to draft: {trial.candidate.draft.describe()}."
-    )
 
 
 def _kinds(trials: tuple[TrialRecord, ...]) -> Iterator[dict[str, Any]]:
@@ -131,34 +115,31 @@ def _kinds(trials: tuple[TrialRecord, ...]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _trials(review: SearchReview) -> Iterator[dict[str, Any]]:
+def _trials(result: SearchResult) -> Iterator[dict[str, Any]]:
     """Yield all trials, the fastest first, with what became of each."""
-    raced = {each.trial: each.measurement for each in review.race}
-    for record in sorted(review.trials, key=lambda each: -(each.speedup or 0.0)):
+    raced = {each.trial: each.measurement for each in result.race}
+    for record in sorted(result.trials, key=lambda each: -(each.speedup or 0.0)):
         name = trial_name(record)
+        won = name == result.winner.trial
         yield {
             "name": name,
-            "won": name == review.winner,
+            "won": won,
             "speedup": "" if record.measurement is None else f"{record.measurement.speedup:.2f}",
             "description": described(record),
-            "outcome": _outcome(record, won=name == review.winner, raced=raced.get(name)),
+            "outcome": "won the race" if won else _outcome(record, raced.get(name)),
         }
 
 
-def _outcome(record: TrialRecord, *, won: bool, raced: Measurement | None) -> str:
+def _outcome(record: TrialRecord, raced: Measurement | None) -> str:
     if record.repeat_of is not None:
         return f"repeats {record.study}/{record.repeat_of}"
     if record.state is not TrialState.COMPLETE:
         return f"{'pruned' if record.state is TrialState.PRUNED else 'failed'}: {record.reason}"
-    if won:
-        return "won the race"
-    if raced is not None:
-        return f"lost the race, with {raced.speedup:.2f}" if raced.samples else "lost the race"
-    return "not among the finalists"
+    return "not among the finalists" if raced is None else f"lost the race, with {raced.speedup:.2f}"
 
 
-def _provenance(review: SearchReview) -> Iterator[tuple[str, str]]:
-    origin, noise = review.provenance, review.noise
+def _provenance(result: SearchResult) -> Iterator[tuple[str, str]]:
+    origin, noise = result.provenance, result.noise
     yield "command", origin.command
     yield "revision", origin.revision or "unknown"
     yield "date", origin.date
@@ -171,12 +152,10 @@ def _provenance(review: SearchReview) -> Iterator[tuple[str, str]]:
     if noise.cost_error is not None:
         yield "cost table", f"held-out passes predicted within {noise.cost_error:.1%} (median)"
     yield "versions", ", ".join(f"{name} {version}" for name, version in origin.versions.items())
-    yield (
-        "model",
-        f"{review.profile.target.model}, {review.profile.target.dtype}, weights {review.profile.target.weights_sha256[:12]}",
-    )
+    target = result.profile.target
+    yield "model", f"{target.model}, {target.dtype}, weights {target.weights_sha256[:12]}"
     yield (
         "search",
-        f"{len(review.trials)} trials, {review.search_seconds:.0f} s; distilling {review.distillation_seconds:.0f} s",
+        f"{result.cost.trials} trials, {result.cost.seconds:.0f} s; distilling {result.cost.distillation_seconds:.0f} s",
     )
-    yield "MLflow run", review.run_id
+    yield "MLflow run", result.run_id

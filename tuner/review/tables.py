@@ -1,30 +1,170 @@
-"""Tables of a search: the final table as text cells, and as CSV a line per candidate or finalist and prompt."""
+"""Tables of a finished search: on the terminal, for pages of text, and as CSV. Measures nothing."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from studies.measurement import Measurement
-from tuner.review.document import SearchReview
+from rich.console import Group, RenderableType
+from rich.table import Table
 
-COLUMNS = (
-    *(
-        "trial",
-        "prompt",
-        "category",
-        "speedup",
-        "plain_seconds",
-        "plain_tokens",
-        "draft_seconds",
-        "draft_tokens",
-        "rounds",
-    ),
-    *("drafted", "accepted", "identical", "tie"),
+from studies.contract import TrialRecord
+from studies.measurement import Measurement, geometric_means
+from tuner.review.document import PROFILE, MeasuredCandidate, SearchResult, StockComparison, StockContender, described
+from tuner.tables import facts_grid, figures_table, spaced
+from tuner.trial_columns import trial_metrics, trial_params
+
+PLAIN_LABEL, PLAIN_DESCRIPTION = "plain decoding", "the whole model, token by token"
+NOTHING = "nothing beats plain decoding with 95 % confidence"
+FEWEST_SAMPLES = 2
+"""Samples without which there is no interval."""
+SAMPLE_COLUMNS = (
+    *("trial", "prompt", "category", "speedup", "plain_seconds", "plain_tokens", "draft_seconds", "draft_tokens"),
+    *("rounds", "drafted", "accepted", "identical", "tie"),
 )
+
+
+def results_table(result: SearchResult) -> RenderableType:
+    """Return the final table for a terminal: the candidates on held-out prompts, stock generation, and a legend."""
+    measured = {each.label: each.measurement for each in result.rivals}
+    parts: list[RenderableType] = [_decode_table(measured)]
+    if all(each.end_to_end is not None for each in measured.values()):
+        parts.append(_end_to_end_table(measured))
+    if categories := _categories(result.confirmed):
+        parts.append(_category_table(measured, categories))
+    legend = facts_grid()
+    legend.add_row(PLAIN_LABEL, PLAIN_DESCRIPTION)
+    for each in result.rivals:
+        legend.add_row(each.label, spaced(description(each, result.winner)))
+    if result.comparison is not None:
+        parts.append(_stock_table(result.comparison))
+        for name, contender in result.comparison.contenders.items():
+            legend.add_row(name, _stock_description(contender, "the winner" if name == PROFILE else None))
+        for name, reason in result.comparison.left_out.items():
+            legend.add_row(name, f"left out: {reason}")
+    for term, meaning in _verdicts(measured, categories):
+        legend.add_row(term, meaning)
+    return Group(*parts, legend)
+
+
+def description(each: MeasuredCandidate, winner: MeasuredCandidate) -> str:
+    """Return a candidate in words: draft, rule, the method that proposed it, and the winner's figure on its prompts if fewer."""
+    origin = f"; from {each.origin}" if each.origin != each.study else ""
+    prompts = {sample.prompt for sample in each.measurement.samples}
+    common = Measurement(samples=tuple(sample for sample in winner.measurement.samples if sample.prompt in prompts))
+    fewer = ""
+    if len(common.samples) < len(winner.measurement.samples):
+        fewer = f"; on {common.num_prompts} prompts, where the winner has {common.speedup_interval()}"
+    return f"{described(each)}{origin}{fewer}"
+
+
+def _decode_table(measured: Mapping[str, Measurement]) -> Table:
+    batch_size = max((each.batch_size for each in measured.values()), default=1)
+    in_batches = f" in batches of {batch_size}" if batch_size > 1 else ""
+    table = figures_table(
+        f"Held-out prompts{in_batches}: speed-up of decoding over plain, with its 95 % interval",
+        "setting",
+        *("speed-up", "tok/s", "plain\ntok/s", "accept\nrate", "per\nround", "identical"),
+    )
+    table.add_row(PLAIN_LABEL, "1.00", "", "", "", "", "")
+    for label, each in measured.items():
+        table.add_row(
+            label,
+            f"{each.speedup_interval():.2f}",
+            f"{each.draft_tokens_per_second:.1f}",
+            f"{each.plain_tokens_per_second:.1f}",
+            f"{each.draft_acceptance_rate:.0%}",
+            f"{each.mean_acceptance_length:.2f}",
+            _identical(each.num_identical, each.num_prompts, each.num_ties, "\n"),
+        )
+    return table
+
+
+def _end_to_end_table(measured: Mapping[str, Measurement]) -> Table:
+    table = figures_table(
+        "End to end, prefill (time to first token, TTFT) included",
+        "setting",
+        *("speed-up", "tok/s", "plain\ntok/s", "TTFT\nms", "over plain's"),
+    )
+    table.add_row(PLAIN_LABEL, "1.00", "", "", "", "1.00")
+    for label, each in measured.items():
+        figures = each.end_to_end
+        assert figures is not None, "the caller has looked"
+        prefill = figures.prefill_over_plain()
+        table.add_row(
+            label,
+            f"{figures.speedup_interval():.2f}",
+            f"{figures.draft.tokens_per_second:.1f}",
+            f"{figures.plain.tokens_per_second:.1f}",
+            f"{figures.time_to_first_token_seconds * 1000:.1f}",
+            "" if prefill is None else f"{prefill:.2f}",
+        )
+    return table
+
+
+def _stock_table(comparison: StockComparison) -> Table:
+    """Return a row for each way of generating that transformers offers, and for the profile in turns with them."""
+    rate = comparison.plain_tokens_per_second.value
+    table = figures_table(
+        f"transformers' own generation, all in turns on {comparison.num_prompts} of these prompts "
+        f"(plain decoding: {rate:.1f} tok/s)",
+        "setting",
+        *("speed-up", "end to end", "profile over it"),
+    )
+    for name, each in comparison.contenders.items():
+        over_it = "" if name == PROFILE else f"{each.profile_over_it}"
+        table.add_row(name, f"{each.over_plain}", f"{each.end_to_end_over_plain}", over_it)
+    return table
+
+
+def _stock_description(each: StockContender, description: str | None) -> str:
+    ties = f", {each.ties} at ties" if each.ties else ""
+    return f"{description or each.description}; {each.identical} of {each.texts} texts identical{ties}"
+
+
+def _categories(measured: Measurement) -> list[str]:
+    """Return the categories with enough samples for an interval; none if there is only one category."""
+    found = measured.by_category()
+    return [name for name, each in found.items() if len(each.samples) >= FEWEST_SAMPLES] if len(found) > 1 else []
+
+
+def _category_table(measured: Mapping[str, Measurement], categories: Sequence[str]) -> Table:
+    """Return a row per setting and category, and the geometric mean over categories where each has an interval."""
+    table = figures_table("By category of prompts", ("setting", "category"), "count", "decoding", "end to end")
+    for label, each in measured.items():
+        of_categories = each.by_category()
+        for name in categories:
+            own = of_categories[name]
+            whole = own.end_to_end
+            cells = f"{own.speedup_interval():.2f}", "" if whole is None else f"{whole.speedup_interval():.2f}"
+            table.add_row(label, name, str(own.num_prompts), *cells)
+        if (means := geometric_means(of_categories)) is not None:
+            decode, end_to_end = means
+            cells = f"{decode:.2f}", "" if end_to_end is None else f"{end_to_end:.2f}"
+            table.add_row(label, "geometric mean", "", *cells)
+    return table
+
+
+def _verdicts(measured: Mapping[str, Measurement], categories: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield what the tables say about plain decoding: overall, and where nothing beats it."""
+    beaten_overall = any(map(beats_plain, measured.values()))
+    if not beaten_overall:
+        yield "note", NOTHING
+    beaten = [name for name in categories if any(beats_plain(each.by_category()[name]) for each in measured.values())]
+    if beaten or beaten_overall:
+        yield from ((name, NOTHING) for name in categories if name not in beaten)
+
+
+def beats_plain(measured: Measurement) -> bool:
+    """Return True for a lossless setting whose speed-up of decoding has its 95 % interval above 1.
+
+    End to end the interval must not lie below 1.
+    """
+    faster = measured.speedup_interval().ci95[0] > 1.0 and not measured.is_slower_end_to_end
+    return faster and measured.is_lossless
 
 
 @dataclass(frozen=True)
@@ -39,9 +179,9 @@ class FinalRow:
     is_stock: bool = False
 
 
-def final_rows(review: SearchReview) -> Iterator[FinalRow]:
+def final_rows(result: SearchResult) -> Iterator[FinalRow]:
     """Yield the candidates on held-out prompts, then stock generation."""
-    for rival in review.rivals:
+    for rival in result.rivals:
         measured = rival.measurement
         cells = (
             f"{measured.speedup_interval()}",
@@ -51,40 +191,45 @@ def final_rows(review: SearchReview) -> Iterator[FinalRow]:
             f"{measured.draft_acceptance_rate:.0%}",
             _identical(measured.num_identical, measured.num_prompts, measured.num_ties),
         )
-        yield FinalRow(rival.trial, rival.description, cells, won=rival.trial == review.winner)
-    if review.comparison is None:
+        yield FinalRow(rival.trial, description(rival, result.winner), cells, won=rival is result.winner)
+    if result.comparison is None:
         return
-    plain = f"{review.comparison.plain_tokens_per_second.value:.1f}"
-    for name, each in review.comparison.contenders.items():
+    plain = f"{result.comparison.plain_tokens_per_second.value:.1f}"
+    for name, each in result.comparison.contenders.items():
         identical = _identical(each.identical, each.texts, each.ties)
         rate = f"{each.tokens_per_second.value:.1f}"
         cells = f"{each.over_plain}", f"{each.end_to_end_over_plain}", rate, plain, "", identical
         yield FinalRow(name, each.description, cells, is_stock=True)
 
 
-def _identical(identical: int, count: int, ties: int) -> str:
-    return f"{identical}/{count}" + (f" + {ties} ties" if ties else "")
+def _identical(identical: int, count: int, ties: int, separator: str = " ") -> str:
+    return f"{identical}/{count}" + (f"{separator}+ {ties} ties" if ties else "")
 
 
-def held_out_csv(review: SearchReview) -> str:
-    """Return a line for each candidate of the final table and each held-out prompt, or batch."""
-    return _csv((rival.trial, rival.measurement) for rival in review.rivals)
+def samples_csv(measured: Iterable[MeasuredCandidate]) -> str:
+    """Return a line for each candidate and each of its samples."""
+    return _csv(
+        SAMPLE_COLUMNS,
+        (
+            {"trial": each.trial, **sample.model_dump(), "speedup": round(sample.ratio, 4)}
+            for each in measured
+            for sample in each.measurement.samples
+        ),
+    )
 
 
-def race_csv(review: SearchReview) -> str:
-    """Return a line for each finalist and each sample of the race, in the order of the result."""
-    return _csv((raced.trial, raced.measurement) for raced in review.race)
+def trials_csv(records: Sequence[TrialRecord]) -> str:
+    """Return one line per trial, with the columns that MLflow shows."""
+    rows = [
+        {**trial_params(r), "state": r.state.value, "repeat_of": r.repeat_of, **trial_metrics(r), "reason": r.reason}
+        for r in records
+    ]
+    return _csv(list(dict.fromkeys(key for row in rows for key in row)), rows)
 
 
-def _csv(measured: Iterable[tuple[str, Measurement]]) -> str:
+def _csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n", extrasaction="ignore")
+    writer = csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
-    for trial, measurement in measured:
-        writer.writerows(_rows(trial, measurement))
+    writer.writerows(rows)
     return text.getvalue()
-
-
-def _rows(trial: str, measurement: Measurement) -> Iterator[dict[str, Any]]:
-    for sample in measurement.samples:
-        yield {"trial": trial, **sample.model_dump(), "speedup": round(sample.ratio, 4)}

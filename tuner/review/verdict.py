@@ -12,7 +12,7 @@ import numpy as np
 from decoding.profile import DraftProfile, Interval
 from studies.measurement import Measurement
 from studies.ratios import Ratio
-from tuner.review.document import SearchReview, StockComparison
+from tuner.review.document import PROFILE, SearchResult, StockComparison, described
 
 FEW_PROMPTS = 12
 """Held-out prompts, or batches, below which the verdict says that an interval over them is rough."""
@@ -62,25 +62,29 @@ class ShipVerdict:
         return self.shipping is not Shipping.DO_NOT_SHIP
 
 
-def verdict(review: SearchReview) -> ShipVerdict:
+def verdict(result: SearchResult) -> ShipVerdict:
     """Return the verdict on a search."""
-    confirmed, over_stock = review.confirmed, _over_stock(review.comparison)
-    found = decide(claimed=review.objection is None, over_stock=over_stock, noise=review.noise.disturbances)
+    confirmed, over_stock = result.confirmed, _over_stock(result.comparison)
+    found = decide(claimed=result.objection is None, over_stock=over_stock, noise=result.noise.disturbances)
     figures = f"decoding is {_speedup(confirmed)} times as fast as plain decoding on held-out prompts"
-    if review.objection is not None:
-        best = "" if not _drafts(review) else f"; the best draft decodes at {_speedup(confirmed)} of plain's speed"
-        headline = f"{found}: decode plainly. {_sentence(review.objection)}{best}."
+    if result.objection is not None:
+        best = (
+            ""
+            if not result.winner.candidate.draft.drafts
+            else f"; the best draft decodes at {_speedup(confirmed)} of plain's speed"
+        )
+        headline = f"{found}: decode plainly. {_sentence(result.objection)}{best}."
     elif (faster := _faster(over_stock)) is not None:
         name, ratio = faster
         headline = f"{found}: {name} is faster, the profile has {ratio} of its speed."
     else:
         headline = f"{found}: {figures}." if found is Shipping.SHIP else f"{found}. {_sentence(figures)}."
-    return ShipVerdict(found, headline, tuple(_reasons(review)), tuple(cautions(review)))
+    return ShipVerdict(found, headline, tuple(_reasons(result)), tuple(cautions(result)))
 
 
 def _over_stock(comparison: StockComparison | None) -> dict[str, Interval]:
     contenders = {} if comparison is None else comparison.contenders
-    return {name: each.profile_over_it for name, each in contenders.items() if name != "profile"}
+    return {name: each.profile_over_it for name, each in contenders.items() if name != PROFILE}
 
 
 def _faster(over_stock: Mapping[str, Interval]) -> tuple[str, Interval] | None:
@@ -89,52 +93,47 @@ def _faster(over_stock: Mapping[str, Interval]) -> tuple[str, Interval] | None:
     return min(slower, key=lambda pair: pair[1].value, default=None)
 
 
-def _drafts(review: SearchReview) -> bool:
-    trial = review.winning_trial
-    return trial is not None and trial.candidate.draft.drafts
-
-
-def _reasons(review: SearchReview) -> Iterator[str]:
+def _reasons(result: SearchResult) -> Iterator[str]:
     """Yield what speaks for or against the profile."""
-    confirmed = review.confirmed
+    confirmed = result.confirmed
     if (whole := confirmed.end_to_end) is not None:
         yield f"End to end, with the prefill, the speed-up is {whole.speedup_interval()}."
     ties = f", {confirmed.num_ties} differ at a numerical tie" if confirmed.num_ties else ""
     unit = "texts" if confirmed.batch_size > 1 else "prompts"
     yield f"{confirmed.num_identical} of {confirmed.num_prompts} held-out {unit} are identical to plain decoding{ties}."
-    if review.comparison is not None:
-        for name, each in review.comparison.contenders.items():
-            if name != "profile":
+    if result.comparison is not None:
+        for name, each in result.comparison.contenders.items():
+            if name != PROFILE:
                 yield f"The profile has {each.profile_over_it} of the decoding speed of `{name}` ({each.description})."
-    elif review.no_comparison is not None:
-        yield f"Not compared with transformers' generate: {review.no_comparison}."
+    elif result.no_comparison is not None:
+        yield f"Not compared with transformers' generate: {result.no_comparison}."
 
 
-def cautions(review: SearchReview) -> Iterator[str]:
+def cautions(result: SearchResult) -> Iterator[str]:
     """Yield reasons for care."""
-    confirmed = review.confirmed
+    confirmed = result.confirmed
     if confirmed.num_ties:
         yield (
             f"{confirmed.num_ties} of {confirmed.num_prompts} texts differ from plain decoding where two tokens have equal logits "
             "within rounding. `--exact bitwise` removes such ties."
         )
-    if signs := review.noise.signs:
+    if signs := result.noise.signs:
         yield f"The machine was not quiet: {'; '.join(signs)}. Rates may be off; measure again with `--set wait_quiet=10m`."
     if (count := len(confirmed.samples)) < FEW_PROMPTS:
         yield f"The interval is over {count} {'batches' if confirmed.batch_size > 1 else 'prompts'} only."
-    if (level := _level_with(review)) is not None:
+    if (level := _level_with(result)) is not None:
         yield level
-    yield from review.cuts
-    yield from review.cautions
+    yield from result.cuts
+    yield from result.cautions
 
 
-def _level_with(review: SearchReview) -> str | None:
+def _level_with(result: SearchResult) -> str | None:
     """Return a sentence on the best rival that cannot be told from the winner, if there is one."""
-    first, *others = review.rivals
+    first, *others = result.rivals
     for other in others:
         ratio = _ratio(first.measurement, other.measurement)
         if ratio is not None and ratio.ci95[0] <= 1.0:
-            return f"{other.trial} ({other.description}) is not clearly slower: the winner has {ratio} of its speed."
+            return f"{other.trial} ({described(other)}) is not clearly slower: the winner has {ratio} of its speed."
     return None
 
 

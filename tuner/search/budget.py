@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from studies.contract import TrialRecord
+from tuner.config import FEWEST_SAMPLES, SearchConfig
 from tuner.errors import SearchError
+from tuner.search.race import LAP
 from tuner.stage_clock import Stage, StageClock, spoken
 
 END_SHARE = 0.5
@@ -29,6 +30,11 @@ WRITING_SECONDS = 6.0
 """Seconds for the profile, pictures, report and tracking at the end of a search, unless opening the stores took longer."""
 LEAST_LEFT = 0.05
 """Share of `--timeout` that must be left for a search to be resumed: less would not even load the model and race."""
+LEAST_HELD_OUT = 6
+"""Held-out samples on which a speed-up is confirmed at least: with fewer an interval says little."""
+LEAST_STOCK, MOST_STOCK = 3, 6
+"""Held-out samples on which stock generation is compared, at least and at most: on two an interval says nothing."""
+SHORTEST = "the shortest search with a result (one trial)"
 GRACE = 0.5
 """Share of an expected trial by which a running one may overrun, before it is cut between two prompts."""
 SPENT = "its share of the search time is spent"
@@ -38,31 +44,37 @@ SPENT = "its share of the search time is spent"
 class End:
     """Samples and candidates of a search after its trials. A sample is a prompt, or a batch of prompts."""
 
-    finalists: int
-    raced: int
+    finalists: int = 0
+    raced: int = 0
     """Samples of a pass of the race."""
-    confirmed: int
+    confirmed: int = 0
     """Candidates that are measured on the held-out samples."""
-    held_out: int
-    stock: int
+    held_out: int = 0
+    stock: int = 0
     """Samples on which stock generation is compared; 0 for no comparison."""
     beside: float = WRITING_SECONDS
     """Seconds of all else: the results, and an engine's servers."""
+
+    @property
+    def least(self) -> End:
+        """The smallest sizes that give a result."""
+        finalists, raced, held_out = min(2, self.finalists), min(LAP, self.raced), min(LEAST_HELD_OUT, self.held_out)
+        return End(finalists, raced, min(1, self.confirmed), held_out, 0, self.beside)
 
     def seconds(self, plain: float) -> float:
         """Return the seconds of all parts, where plain decoding of a sample takes `plain` seconds."""
         return sum(self._parts(plain).values()) + self.beside
 
-    def fitted(self, least: End, plain: float, seconds: float) -> End:
+    def fitted(self, plain: float, seconds: float) -> End:
         """Return these sizes with the costliest part halved until all fit in `seconds`, or no part is above the `least`."""
         sizes = self
         while sizes.seconds(plain) > seconds:
             parts = sizes._parts(plain)
-            above = [name for name in parts if getattr(sizes, name) > getattr(least, name)]
+            above = [name for name in parts if getattr(sizes, name) > getattr(self.least, name)]
             if not above:
                 break
             name = max(above, key=lambda each: parts[each])
-            half = max(getattr(least, name), getattr(sizes, name) // 2)
+            half = max(getattr(self.least, name), getattr(sizes, name) // 2)
             sizes = replace(sizes, **{name: 0 if name == "stock" and half < LEAST_STOCK else half})
         return sizes
 
@@ -71,10 +83,6 @@ class End:
         race = PAIRED * plain * self.finalists * self.raced
         held_out = plain * self.held_out * (1 + PAIRED * self.confirmed)
         return {"raced": race / 2, "finalists": race / 2, "held_out": held_out, "stock": STOCK * plain * self.stock}
-
-
-LEAST_STOCK = 3
-"""Samples on which stock generation is compared at least: on two an interval says nothing."""
 
 
 @dataclass
@@ -88,13 +96,36 @@ class Budget:
     on_top: float = 0.0
     """Seconds of this run that do not count, as they were said to come on top."""
     cuts: list[str] = field(default_factory=list)
-    """What was done on fewer prompts than configured."""
+    """What was done on fewer samples than configured."""
     plain: float = 0.0
     """Seconds of plain decoding of a sample, measured."""
-    end: End = field(default_factory=lambda: End(0, 0, 0, 0, 0))
+    end: End = End()
     """Race, confirmation and all after them, as configured."""
-    least: End = field(default_factory=lambda: End(0, 0, 0, 0, 0))
-    """And with the fewest finalists and samples."""
+    of_trial: int = 0
+    """Samples of a trial."""
+    unit: str = "prompts"
+    """What a sample is, in words."""
+
+    def plan(self, config: SearchConfig, plain: float, beside: float) -> None:
+        """Set the sizes of a search, of which plain decoding of a sample takes `plain` seconds, and the results `beside`."""
+        self.plain, self.of_trial = plain, config.samples_per_trial
+        self.unit = "prompts" if config.batch_size == 1 else "batches"
+        held_out = config.held_out_prompts // config.batch_size
+        stock = min(MOST_STOCK, held_out) if config.stock else 0
+        self.end = End(config.finalists, 0, len(config.study), held_out, stock, beside)
+        self._race_on(config.tuning_prompts // config.batch_size)
+
+    def _race_on(self, tuning: int) -> None:
+        self.end = replace(self.end, raced=max(tuning - self.of_trial, min(tuning, FEWEST_SAMPLES)))
+
+    def tuning_samples(self, wanted: int) -> int:
+        """Return how many tuning samples can be decoded plainly in their share of the time, of which the race takes the rest."""
+        least, count = min(wanted, self.of_trial + LAP), wanted
+        while count > least and count * self.plain > PLAIN_SHARE * self.left:
+            count = max(least, count // 2)
+        self.cut("tuned", count, wanted, f"tuning {self.unit}")
+        self._race_on(count)
+        return count
 
     @property
     def spent(self) -> float:
@@ -105,6 +136,17 @@ class Budget:
     def left(self) -> float:
         """Seconds left; infinite without a timeout, negative after an overrun."""
         return math.inf if self.timeout is None else self.timeout - self.spent
+
+    @property
+    def least_seconds(self) -> float:
+        """Seconds of the shortest search with a result: plain decoding, one trial, race and confirmation."""
+        tuning = min(self.end.raced, LAP) + self.of_trial
+        return tuning * self.plain + self.trial_seconds + self.end.least.seconds(self.plain)
+
+    @property
+    def trial_seconds(self) -> float:
+        """Expected seconds of a trial."""
+        return PAIRED * self.plain * self.of_trial
 
     def check(self, needed: float, what: str) -> None:
         """Raise `SearchError` with the way to go on if less than `needed` seconds are left for `what`."""
@@ -121,20 +163,16 @@ class Budget:
             f"about {spoken(needed)} more: give --timeout {more} or more, or lower --max-new-tokens or the numbers of prompts"
         )
 
-    def trial_seconds(self, samples: int) -> float:
-        """Return the expected seconds of a trial on `samples` samples."""
-        return PAIRED * self.plain * samples
-
     def fitted(self, **known: int) -> End:
         """Return race and confirmation as far as they fit in the time left; `known` sizes replace the configured ones."""
-        return replace(self.end, **known).fitted(self.least, self.plain, self.left)
+        return replace(self.end, **known).fitted(self.plain, self.left)
 
     @property
     def left_for_trials(self) -> float:
         """Return the seconds left beside what race and confirmation need, which is half of them at most if that suffices."""
         if self.timeout is None:
             return math.inf
-        return max(0.0, self.left - self.end.fitted(self.least, self.plain, END_SHARE * self.left).seconds(self.plain))
+        return max(0.0, self.left - self.end.fitted(self.plain, END_SHARE * self.left).seconds(self.plain))
 
     def cut(self, done: str, used: int, configured: int, unit: str) -> None:
         """Note that something was done on fewer samples than configured."""
@@ -160,36 +198,58 @@ class Budget:
         answers = steps()
         return lambda: next(answers)
 
-    def where_it_went(self) -> str:
-        """Return the longest stages so far, for a search that ended without a result."""
+    def share(self, num_left: int, keep: float) -> Callable[[], bool] | None:
+        """Return the `pace` of one of `num_left` candidates, which share what is left beside `keep`; None if that is nothing."""
+        left = self.left - keep
+        if left < PAIRED * self.plain * self.end.least.held_out:
+            return None
+        return self.pace(keep=self.left - left / num_left)
+
+    def lines(self) -> list[str]:
+        """Return the plan of the search in words."""
+        each, end = self.trial_seconds, self.end.seconds(self.plain)
+        if self.timeout is None:
+            return [
+                f"no --timeout (estimate): {spoken(each)} a trial, {spoken(end)} for race, confirmation and results"
+            ]
+        before = f", {spoken(self.spent_before)} of them by earlier runs" if self.spent_before else ""
+        on_top = f"; {spoken(self.on_top)} of distilling came on top" if self.on_top else ""
+        trials = self.left_for_trials
+        lines = [
+            f"--timeout {spoken(self.timeout)} for everything (estimate): {spoken(self.spent)} are spent{before}{on_top}; "
+            f"to come: {spoken(trials)} for trials, {spoken(each)} each, then {spoken(self.left - trials)} for race, "
+            "confirmation and results"
+        ]
+        if (needed := self.least_seconds) > self.left:
+            lines.append(
+                f"too short: {SHORTEST} takes about {spoken(needed)} (give a --timeout of {enough(self.spent + needed)})"
+            )
+        return lines
+
+    def out_of_time(self) -> str:
+        """Return where the time went and how to go on, if it is the time that has run out."""
+        if self.timeout is None or self.left > self.timeout / 2:
+            return ""
         stages = self.clock.seconds()
         longest = sorted(stages, key=lambda stage: -stages[stage])[:3]
-        return ", ".join(f"{stage} {spoken(stages[stage])}" for stage in longest if stage is not Stage.OTHER)
+        where = ", ".join(f"{stage} {spoken(stages[stage])}" for stage in longest if stage is not Stage.OTHER)
+        return f" ({where}): --timeout {enough(2 * self.timeout)} goes on from what is stored"
 
 
-class Limit(Protocol):
-    """When the trials of a study end; see `TrialTime`."""
-
-    def took(self, record: TrialRecord) -> None:
-        """Count a finished trial."""
-
-    def spent(self) -> str | None:
-        """Return the reason that no further trial may begin, or None."""
-
-    def overdue(self) -> str | None:
-        """Return the reason to cut the running trial between two prompts, or None."""
+class OutOfTimeError(Exception):
+    """No time is left for another sample."""
 
 
 @dataclass
 class TrialTime:
-    """When the trials of one study end, so that `keep` seconds are left of the search; `least` while there is no result."""
+    """When the trials of one study end, so that `keep` seconds are left of the search; fewer while there is no result."""
 
     budget: Budget
     keep: float
-    least: float
-    expected: float
-    """Seconds of a trial, until trials have shown them."""
     has_result: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self.expected = self.budget.trial_seconds
 
     def took(self, record: TrialRecord) -> None:
         """Expect further trials to take as long as the last one that was measured."""
@@ -206,14 +266,8 @@ class TrialTime:
 
     @property
     def _left(self) -> float:
-        return self.budget.left - (self.keep if self.has_result() else min(self.keep, self.least))
-
-
-def halved(count: int, least: int, each: float, seconds: float) -> int:
-    """Return `count` halved until that number of steps, of `each` seconds, fits in `seconds`, `least` at least."""
-    while count > least and count * each > seconds:
-        count = max(least, count // 2)
-    return count
+        least = self.budget.end.least.seconds(self.budget.plain)
+        return self.budget.left - (self.keep if self.has_result() else min(self.keep, least))
 
 
 def enough(seconds: float) -> str:

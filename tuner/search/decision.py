@@ -1,41 +1,26 @@
-"""From trials to a verdict: the finalists, their confirmation on held-out prompts, and the claim of a speed-up.
+"""The decision: the best of the race measured on held-out prompts, and the claim of a speed-up.
 
 A search decides here, and `benchmarks.integrity` tests the same decision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 
-from studies.contract import Candidate, TrialRecord, TrialState, best_trials
+from studies.contract import Candidate, TrialRecord, TrialState
 from studies.measurement import Measurement, PromptSample
-from tuner.config import FEWEST_SAMPLES, SearchConfig
+from tuner.config import FEWEST_SAMPLES
 from tuner.measuring.turns import Measuring
 from tuner.progress import Progress
-from tuner.search.race import Finalist, race
+from tuner.review.document import MeasuredCandidate
+from tuner.search.budget import Budget, OutOfTimeError
+from tuner.search.storage import StudyStore
 
 REFERENCE_RULES = ("ada_edl", "ada_edl_published")
 """Rules that are in the final table whenever a trial measured them."""
-
-
-Enter = Callable[[Sequence[TrialRecord], Sequence[int]], list[TrialRecord]]
-"""Takes the best trials and the prompts of the race, and returns the trials that race."""
-
-
-@dataclass(frozen=True)
-class Confirmed:
-    """A candidate measured on the held-out prompts, and its label in the final table."""
-
-    label: str
-    trial: TrialRecord
-    measurement: Measurement
-
-
-def claims_speedup(candidate: Candidate, raced: Measurement, confirmed: Measurement, *, busy: bool = False) -> bool:
-    """Return True if a speed-up is claimed for a candidate, which is if `objection` has none."""
-    return objection(candidate, raced, confirmed, busy=busy) is None
+CONFIRMED, WINNERS = "confirmed", "confirmed_winners"
+"""Notes of an experiment: measurements by candidate, and the winners so far in order."""
 
 
 def objection(candidate: Candidate, raced: Measurement, confirmed: Measurement, *, busy: bool = False) -> str | None:
@@ -59,90 +44,102 @@ def objection(candidate: Candidate, raced: Measurement, confirmed: Measurement, 
     return None
 
 
-def blocks(records: Iterable[TrialRecord], race: Iterable[Finalist]) -> Iterator[Measurement]:
+def blocks(records: Iterable[TrialRecord], race: Iterable[MeasuredCandidate]) -> Iterator[Measurement]:
     """Yield the measurements on tuning prompts, whose plain decoding shows how quiet the machine was."""
     yield from (each.measurement for each in records if each.measurement is not None and each.repeat_of is None)
     yield from (each.measurement for each in race if each.measurement.samples)
 
 
-def race_best(
-    records: Sequence[TrialRecord],
-    studies: Iterable[str],
-    bench: Measuring,
-    config: SearchConfig,
-    progress: Progress,
-    expected: Mapping[str, float] = MappingProxyType({}),
-    may_go_on: Callable[[], bool] = lambda: True,
-    enter: Enter = lambda best, indices: list(best),
-) -> list[Finalist]:
-    """Race the best trials of all studies and the best of each, on tuning prompts that no trial decoded; the fastest first.
+class Confirmations:
+    """Measurements on the held-out prompts by all runs of a search, on disk after each if there is a `store`."""
 
-    Best is by `expected` speed-up (`Study.expected`), else measured. Adaptive rules are warmed up on the prompts of the trials.
-    `may_go_on` is asked before each lap; see `race`. `enter` may change who races. Returns an empty list if nobody does.
-    """
-    of_studies = [[record for record in records if record.study == name] for name in studies]
-    best_of_each = [best for of_study in of_studies for best in best_trials(of_study, 1, expected=expected)]
-    best_of_all = best_trials(records, config.finalists, expected=expected)
-    finalists = {record.candidate.key: record for record in [*best_of_all, *best_of_each]}
-    of_trials, unseen = bench.indices[: config.samples_per_trial], bench.indices[config.samples_per_trial :]
-    indices = unseen if len(unseen) >= 2 else bench.indices
-    entrants = enter(list(finalists.values()), indices)
-    warmed_up = [r.model_copy(update={"candidate": bench.warm_up_rule(r.candidate, of_trials)}) for r in entrants]
+    def __init__(self, store: StudyStore | None = None) -> None:
+        self._store = store
+        kept = (None if store is None else store.noted(CONFIRMED)) or {}
+        self._known = {key: Measurement.model_validate(each) for key, each in kept.items()}
 
-    def show_pass(number: int, total: int) -> None:
-        progress.stage("race of the finalists" + (f", pass {number}" if number > 1 else ""), total)
+    def of(self, candidate: Candidate) -> Measurement:
+        """Return what is measured of a candidate; empty if nothing is."""
+        return self._known.get(candidate.key, Measurement(samples=()))
 
-    return race(warmed_up, bench, indices, show_pass, progress.advance, may_go_on)
+    def keep(self, candidate: Candidate, measurement: Measurement) -> None:
+        """Store the measurement of a candidate, in place of an earlier part of it."""
+        self._known[candidate.key] = measurement
+        if self._store is not None:
+            self._store.keep(CONFIRMED, {key: each.model_dump(mode="json") for key, each in self._known.items()})
+
+    def count(self, winner: Candidate) -> int:
+        """Return how many winners have been confirmed on these prompts, this one included."""
+        assert self._store is not None, "only a search has further runs"
+        winners = self._store.noted(WINNERS) or []
+        if winner.key not in winners:
+            winners = [*winners, winner.key]
+            self._store.keep(WINNERS, winners)
+        return len(winners)
 
 
-Pacer = Callable[[int], Callable[[], bool] | None]
-"""Takes the number of candidates left, this one included, and gives the question asked before each further sample of the
-candidate, or None if no time is left for it at all."""
-
-
-def to_confirm(finalists: Sequence[Finalist], records: Sequence[TrialRecord]) -> list[tuple[str, TrialRecord]]:
+def to_confirm(race: Sequence[MeasuredCandidate], records: Sequence[TrialRecord]) -> list[MeasuredCandidate]:
     """Return the best finalist of each study and the best trial of each reference rule with their labels, the winner first."""
-    chosen: dict[str, tuple[str, TrialRecord]] = {}
-    for label, trial in [*_best_of_studies(finalists), *_references(records)]:
-        chosen.setdefault(trial.candidate.key, (label, trial))
-    return list(chosen.values())
+    labelled = [
+        *(each.model_copy(update={"label": each.study}) for each in race),
+        *(
+            MeasuredCandidate.of(best, f"best {rule}")
+            for rule in REFERENCE_RULES
+            if (best := _best_with(rule, records)) is not None
+        ),
+    ]
+    by_label: dict[str, MeasuredCandidate] = {}
+    by_candidate: dict[str, MeasuredCandidate] = {}
+    for each in labelled:
+        by_label.setdefault(each.label, each)
+    for each in by_label.values():
+        by_candidate.setdefault(each.candidate.key, each)
+    return list(by_candidate.values())
+
+
+def _best_with(rule: str, records: Sequence[TrialRecord]) -> TrialRecord | None:
+    """Return the best trial with a rule, also a pruned one: it cannot win, but is reported."""
+    tried = [
+        record
+        for record in records
+        if record.candidate.draft_length.rule == rule
+        and record.candidate.draft.drafts
+        and record.state is not TrialState.FAIL
+        and record.measurement is not None
+    ]
+    return max(tried, key=lambda record: record.measurement.speedup if record.measurement else 0.0, default=None)
 
 
 def confirm(
-    finalists: Sequence[Finalist],
-    records: Sequence[TrialRecord],
+    chosen: Sequence[MeasuredCandidate],
     bench: Measuring,
+    budget: Budget,
     progress: Progress,
-    pacer: Pacer = lambda num_left: lambda: True,
+    confirmations: Confirmations,
     *,
-    least: int = FEWEST_SAMPLES,
-    known: Mapping[str, Measurement] = MappingProxyType({}),
-    keep: Callable[[Confirmed], None] = lambda confirmed: None,
-) -> list[Confirmed]:
-    """Measure the candidates of `to_confirm` on held-out prompts, in order; rivals count on the prompts that the winner has too.
+    keep_seconds: float = 0.0,
+) -> list[MeasuredCandidate]:
+    """Measure candidates on held-out prompts, in order; the rivals of the first count on the prompts that it has too.
 
-    `pacer` may end a candidate's measurement, on `least` prompts at the earliest, or leave out a candidate other than the winner.
-    It knows the time and nothing of the samples, so a shorter measurement is as honest as a whole one, and its interval wider.
-    `known` has what earlier runs measured, by candidate: no candidate is measured twice on a prompt. `keep` gets each whole one.
+    Each has an equal share of the time that is left beside `keep_seconds`, which ends its measurement on a few prompts at the
+    earliest, or leaves out one other than the first. Time knows nothing of the samples, so a shorter measurement is as honest as a
+    whole one, and its interval wider. No candidate is measured twice on a prompt, by any run of a search.
     """
-    chosen = to_confirm(finalists, records)
-    before = [known.get(trial.candidate.key, Measurement(samples=())) for _, trial in chosen]
-    left = [_not_in(each, bench.indices) for each in before]
+    left = [_not_in(confirmations.of(each.candidate), bench.indices) for each in chosen]
     progress.stage("confirmation on held-out prompts", sum(map(len, left)))
-    confirmed: list[Confirmed] = []
-    for number, (label, trial) in enumerate(chosen):
-        samples = before[number].samples
-        may_go_on = pacer(len(chosen) - number) if left[number] else None
+    confirmed: list[MeasuredCandidate] = []
+    for number, each in enumerate(chosen):
+        samples = confirmations.of(each.candidate).samples
+        may_go_on = budget.share(len(chosen) - number, keep_seconds) if left[number] else None
         if may_go_on is None and confirmed and not samples:
-            progress.say(f"{label} is not measured on held-out prompts: no time is left")
+            progress.say(f"{each.label} is not measured on held-out prompts: no time is left")
             continue
         if may_go_on is not None or not samples:
-            fewest = least - len(samples)
-            sampled = _Samples(may_go_on or (lambda: False), fewest, len(left[number]), progress)
-            samples = (*samples, *sampled.measure(bench, trial.candidate, left[number]).samples)
-        in_order = Measurement(samples=tuple(sorted(samples, key=lambda sample: sample.prompt)))
-        confirmed.append(Confirmed(label, trial, in_order))
-        keep(confirmed[-1])
+            fewest = budget.end.least.held_out - len(samples)
+            samples += _measured(bench, each.candidate, left[number], fewest, may_go_on or (lambda: False), progress)
+        measurement = Measurement(samples=tuple(sorted(samples, key=lambda sample: sample.prompt)))
+        confirmations.keep(each.candidate, measurement)
+        confirmed.append(each.model_copy(update={"measurement": measurement}))
     return _on_common_prompts(confirmed)
 
 
@@ -151,66 +148,50 @@ def _not_in(measurement: Measurement, indices: Sequence[int]) -> list[int]:
     return [index for index in indices if index not in measured]
 
 
-def _on_common_prompts(confirmed: Sequence[Confirmed]) -> list[Confirmed]:
+def _measured(
+    bench: Measuring,
+    candidate: Candidate,
+    indices: Sequence[int],
+    least: int,
+    may_go_on: Callable[[], bool],
+    progress: Progress,
+) -> tuple[PromptSample, ...]:
+    """Return samples of a candidate, as many as time allows."""
+    samples: list[PromptSample] = []
+
+    def keep(sample: PromptSample) -> None:
+        samples.append(sample)
+        progress.advance()
+        in_time = may_go_on()  # always asked, as it times the steps
+        if not in_time and least <= len(samples) < len(indices):
+            raise OutOfTimeError
+
+    may_go_on()  # begins the first step
+    with suppress(OutOfTimeError):
+        bench.measure(candidate, indices, on_sample=keep)
+    return tuple(samples)
+
+
+def _on_common_prompts(confirmed: Sequence[MeasuredCandidate]) -> list[MeasuredCandidate]:
     """Return the winner, and its rivals on the prompts that it was measured on; without those that share too few."""
     winner, *rivals = confirmed
     prompts = {sample.prompt for sample in winner.measurement.samples}
-    shared = [
-        replace(
-            each, measurement=Measurement(samples=tuple(s for s in each.measurement.samples if s.prompt in prompts))
+    found = [winner]
+    for rival in rivals:
+        shared = tuple(sample for sample in rival.measurement.samples if sample.prompt in prompts)
+        if len(shared) >= FEWEST_SAMPLES:
+            found.append(rival.model_copy(update={"measurement": Measurement(samples=shared)}))
+    return found
+
+
+def note_cuts(confirmed: Sequence[MeasuredCandidate], num_wanted: int, num_earlier: int, budget: Budget) -> None:
+    """Note what was confirmed on fewer samples than wanted, and how many of the winner's an earlier run measured."""
+    (_, count), *rivals = [(each.label, len(each.measurement.samples)) for each in confirmed]
+    unit = f"held-out {budget.unit}"
+    budget.cut("confirmed", count, num_wanted, unit)
+    if fewer := [f"{label} on {of_rival}" for label, of_rival in rivals if of_rival < count]:
+        budget.cuts.append(f"compared on fewer than the winner's {count} {unit}: {', '.join(fewer)}")
+    if num_earlier:
+        budget.cuts.append(
+            f"earlier runs of this search measured the winner on {num_earlier} of its {count} {unit}: both are pooled"
         )
-        for each in rivals
-    ]
-    return [winner, *(each for each in shared if len(each.measurement.samples) >= FEWEST_SAMPLES)]
-
-
-class _OutOfTimeError(Exception):
-    """No time is left for another sample."""
-
-
-class _Samples:
-    """Samples of one candidate, as many as time allows."""
-
-    def __init__(self, may_go_on: Callable[[], bool], least: int, most: int, progress: Progress) -> None:
-        self._may_go_on, self._least, self._most, self._progress = may_go_on, least, most, progress
-        self._samples: list[PromptSample] = []
-
-    def measure(self, bench: Measuring, candidate: Candidate, indices: Sequence[int]) -> Measurement:
-        """Measure the candidate until its time is spent."""
-        self._may_go_on()  # begins the first step
-        try:
-            return bench.measure(candidate, indices, on_sample=self._keep)
-        except _OutOfTimeError:
-            return Measurement(samples=tuple(self._samples))
-
-    def _keep(self, sample: PromptSample) -> None:
-        self._samples.append(sample)
-        self._progress.advance()
-        in_time = self._may_go_on()  # always asked, as it times the steps
-        if not in_time and self._least <= len(self._samples) < self._most:
-            raise _OutOfTimeError
-
-
-def _best_of_studies(finalists: Sequence[Finalist]) -> list[tuple[str, TrialRecord]]:
-    """Return the first finalist of each study with the study's name, the winner first."""
-    best: dict[str, TrialRecord] = {}
-    for finalist in finalists:
-        best.setdefault(finalist.trial.study, finalist.trial)
-    return list(best.items())
-
-
-def _references(records: Sequence[TrialRecord]) -> list[tuple[str, TrialRecord]]:
-    """Return the best trial with each reference rule, pruned ones included: they cannot win, but are reported."""
-    references = []
-    for rule in REFERENCE_RULES:
-        tried = [
-            (record.measurement.speedup, record)
-            for record in records
-            if record.candidate.draft_length.rule == rule
-            and record.candidate.draft.drafts
-            and record.state is not TrialState.FAIL
-            and record.measurement is not None
-        ]
-        if tried:
-            references.append((f"best {rule}", max(tried, key=lambda pair: pair[0])[1]))
-    return references

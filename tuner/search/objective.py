@@ -22,7 +22,7 @@ from studies.measurement import Measurement, PromptSample
 from studies.samplers.contract import BEGUN, StudySampler, measured_now
 from tuner.freed_memory import large_blocks_given_back
 from tuner.measuring.turns import Measuring
-from tuner.search.budget import Limit
+from tuner.search.budget import TrialTime
 from tuner.search.storage import FAILURES, StoredStudy
 
 NUM_WARM_UP = 3
@@ -55,7 +55,7 @@ class Trials:
         *,
         most: int | None = None,
         patience: int | None = None,
-        limit: Limit | None = None,
+        limit: TrialTime | None = None,
         on_record: Callable[[TrialRecord], None] = lambda record: None,
         measuring: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:

@@ -1,16 +1,23 @@
-"""Outcome of a search: the verdict on the winner, its profile, and the figures for MLflow."""
+"""What a search leaves: the profile, its result in the storage, and figures, artifacts and description of its run in MLflow."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import hashlib
+import json
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
+
+from pydantic import ValidationError
 
 from decoding.draft_length import Fixed
-from decoding.drafts import Draft, PlainDecoding
+from decoding.drafts import PlainDecoding
 from decoding.exit_heads import prompt_sha256
+from decoding.losslessness import compare
 from decoding.profile import (
     CategoryFigures,
     DatasetFacts,
@@ -18,7 +25,6 @@ from decoding.profile import (
     EndToEndFigures,
     EngineFacts,
     Exactness,
-    Interval,
     Measured,
     PrefillSeconds,
     ProfileOrigin,
@@ -28,153 +34,74 @@ from decoding.profile import (
 )
 from studies.contract import TrialRecord, best_trials
 from studies.measurement import Measurement
+from tuner.config import SearchConfig
+from tuner.errors import SearchError, without_password
 from tuner.inputs.environment import device_name, git_revision, versions
 from tuner.inputs.models import target_identity
 from tuner.measuring.machine import MachineNoise
+from tuner.measuring.paired import Bench
 from tuner.registry import log_profile
-from tuner.review.document import StockComparison, TextPair
-from tuner.review.verdict import ShipVerdict
-from tuner.search.decision import Confirmed
-from tuner.search.held_out import ResultRow
-from tuner.search.race import Finalist
-from tuner.search.report import trials_csv
-from tuner.search.stock import PROFILE, StockOutcome
-from tuner.search.task import Task
-from tuner.stage_clock import Stage
-from tuner.tracking import Tracker
+from tuner.review.document import PROFILE, MeasuredCandidate, SearchResult, StockComparison, TextPair
+from tuner.review.markdown import search_note, texts_page
+from tuner.review.page import report_page
+from tuner.review.tables import samples_csv, trials_csv
+from tuner.search.storage import FINISHED, StudyStore
+from tuner.search.study_trials import RUN_ID
+from tuner.search.task import Task, settings_sha256, token_ids
+from tuner.tracking import DatasetInput, Tracker
 from tuner.trial_columns import measured_metrics
 
-
-@dataclass(frozen=True)
-class SearchEffort:
-    """Cost of a search."""
-
-    num_trials: int
-    search_seconds: float
-    """Seconds of all trials and of preparing the studies."""
-    distillation_seconds: float
-    """Seconds of distilling the exit heads that the studies drafted with, in this run or an earlier one."""
+NUM_TEXTS = 3
+"""Held-out prompts on the page of texts. The winner continues those once more whose text differs from plain decoding's."""
+MOST_PROMPT = 4000
+"""Characters of a prompt that a reader sees, from its end."""
 
 
-@dataclass(frozen=True)
-class SearchResult:
-    """Result of a search. `rows` are the lines of the final table, all measured on held-out prompts."""
-
-    profile: DraftProfile
-    winner: TrialRecord
-    """Winner of the race. It is in the profile only if the interval of `confirmed` lies above 1."""
-    confirmed: Measurement
-    """The winner measured on the held-out prompts."""
-    rows: tuple[ResultRow, ...]
-    studies: Mapping[str, str]
-    """Reason for the end of each study, and its remarks."""
-    cost: SearchEffort
-    noise: MachineNoise
-    objection: str | None = None
-    """Why the profile decodes plainly; None if it has the winner."""
-    stages: Mapping[Stage, float] = field(default_factory=dict)
-    """Seconds of each stage of this run."""
-    cuts: tuple[str, ...] = ()
-    """What was done on fewer prompts than configured, to keep within the time."""
-    race: tuple[Finalist, ...] = ()
-    """The finalists, the fastest first."""
-    candidates: tuple[Confirmed, ...] = ()
-    """The candidates of `rows`, the winner first."""
-    texts: tuple[TextPair, ...] = ()
-    """A few held-out prompts with their continuations."""
-    comparison: StockComparison | None = None
-    no_comparison: str | None = None
-    """Why there is no comparison with stock generation."""
-    address: str | None = None
-    """Page of the search in the MLflow UI."""
-    verdict: ShipVerdict | None = None
-    """What the result supports; None until it is reviewed."""
-
-
-def conclude(
+def profile_of(
     task: Task,
-    winner: Finalist,
+    winner: MeasuredCandidate,
     refused: str | None,
     noise: MachineNoise,
-    confirmed: Sequence[Confirmed],
-    stock: StockOutcome,
-    ended: Mapping[str, str],
-    cost: SearchEffort,
+    comparison: StockComparison | None,
+    cost: SearchCost,
     run_id: str,
-    engine: EngineFacts | None = None,
-    confirmations: int = 1,
-) -> SearchResult:
-    """Return the profile of the winner, or of plain decoding if its speed-up is not confirmed, and the rows of the table.
+    engine: EngineFacts | None,
+    confirmations: int,
+) -> DraftProfile:
+    """Return the profile of the winner, or of plain decoding if no speed-up is claimed, which `refused` says why.
 
-    `refused` is why no speed-up is claimed; `engine` is the one in which they were measured, `confirmations` the number of winners
-    confirmed on these prompts so far. The exit head of a winner that has one is copied beside the profile; `ExitHeadError` if that
-    fails.
+    The heads of a winner that has some are copied beside the profile; `ExitHeadError` if that fails.
     """
-    trial = winner.trial
-    measurement = next(each.measurement for each in confirmed if each.trial.candidate.key == trial.candidate.key)
-    interval = measurement.speedup_interval()
-    wins = refused is None
-    profile = DraftProfile(
-        name=f"{task.config.resolved_experiment()}-{trial.study.replace('_', '-') if wins else 'plain'}",
+    candidate, wins = winner.candidate, refused is None
+    return DraftProfile(
+        name=f"{task.config.resolved_experiment()}-{winner.study.replace('_', '-') if wins else 'plain'}",
         target=target_identity(task.loaded, task.target),
-        draft=_placed(task, trial.candidate.draft, task.config.out) if wins else PlainDecoding(),
-        draft_length=trial.candidate.draft_length if wins else Fixed(),
+        draft=task.head_folder.copy_beside(candidate.draft, task.config.out) if wins else PlainDecoding(),
+        draft_length=candidate.draft_length if wins else Fixed(),
         decoding=task.decoding,
-        measured=_measured(task, measurement, interval, noise, stock.comparison, cost, confirmations) if wins else None,
+        measured=_measured(task, winner.measurement, noise, comparison, cost, confirmations) if wins else None,
         provenance=ProfileOrigin(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            study=trial.study,
-            origin=trial.origin if wins and trial.origin != trial.study else None,
+            study=winner.study,
+            origin=winner.origin if wins and winner.origin != winner.study else None,
             git_revision=git_revision(Path(__file__).parent),
             mlflow_run_id=run_id,
             engine=engine,
         ),
     )
-    rows = [ResultRow(label="plain decoding", description="the whole model, token by token", measurement=None)]
-    rows += [_row(each, measurement) for each in confirmed]
-    return SearchResult(
-        profile,
-        trial,
-        measurement,
-        tuple(rows),
-        dict(ended),
-        cost,
-        noise,
-        refused,
-        comparison=stock.comparison,
-        no_comparison=stock.reason,
-    )
-
-
-def _row(confirmed: Confirmed, winner: Measurement) -> ResultRow:
-    trial, candidate, measured = confirmed.trial, confirmed.trial.candidate, confirmed.measurement
-    rule = f"; {candidate.draft_length.describe()}" if candidate.draft.drafts else ""
-    origin = f"; from {trial.origin}" if trial.origin != trial.study else ""
-    prompts = {sample.prompt for sample in measured.samples}
-    common = Measurement(samples=tuple(sample for sample in winner.samples if sample.prompt in prompts))
-    fewer = ""
-    if len(common.samples) < len(winner.samples):
-        fewer = f"; on {common.num_prompts} prompts, where the winner has {common.speedup_interval()}"
-    return ResultRow(confirmed.label, f"{candidate.draft.describe()}{rule}{origin}{fewer}", measured)
-
-
-def _placed(task: Task, draft: Draft, profile: Path) -> Draft:
-    """Return the draft with its files copied beside `profile`."""
-    return task.head_folder.copy_beside(draft, profile)
 
 
 def _measured(
     task: Task,
     measurement: Measurement,
-    interval: Interval,
     noise: MachineNoise,
     comparison: StockComparison | None,
-    cost: SearchEffort,
+    cost: SearchCost,
     confirmations: int,
 ) -> Measured:
     return Measured(
         confirmations=confirmations,
-        speedup=interval,
+        speedup=measurement.speedup_interval(),
         tokens_per_second=Rates(draft=measurement.draft_tokens_per_second, plain=measurement.plain_tokens_per_second),
         end_to_end=_end_to_end(measurement),
         categories=_categories(measurement),
@@ -186,9 +113,7 @@ def _measured(
         exact=Exactness(
             prompts=measurement.num_prompts, identical=measurement.num_identical, ties=measurement.num_ties
         ),
-        search=SearchCost(
-            trials=cost.num_trials, seconds=cost.search_seconds, distillation_seconds=cost.distillation_seconds
-        ),
+        search=cost,
         batch_size=task.config.batch_size,
         device=device_name(task.target.device),
         versions=versions(),
@@ -251,46 +176,172 @@ def save_best_so_far(task: Task, records: Iterable[TrialRecord]) -> tuple[TrialR
     DraftProfile(
         name=f"{task.config.resolved_experiment()}-unconfirmed",
         target=target_identity(task.loaded, task.target),
-        draft=_placed(task, best.candidate.draft, out),
+        draft=task.head_folder.copy_beside(best.candidate.draft, out),
         draft_length=best.candidate.draft_length,
         decoding=task.decoding,
     ).save(out)
     return best, out
 
 
-def _stock_metrics(comparison: StockComparison | None) -> dict[str, float]:
-    """Return the rates of stock generation, and the profile's speed over them."""
-    if comparison is None:
-        return {}
-    figures = {}
-    for name, each in comparison.contenders.items():
+def written_texts(task: Task, winner: MeasuredCandidate, held_out: Bench) -> tuple[TextPair, ...]:
+    """Return a few held-out prompts with their greedy continuations, plain and by the winner.
+
+    Texts that the confirmation found to be plain decoding's, token for token, are known; others are decoded once more.
+    """
+    pairs = []
+    decode = task.loaded.tokenizer.decode
+    known = {sample.prompt for sample in winner.measurement.samples if sample.identical}
+    for index in held_out.indices[: -(-NUM_TEXTS // held_out.batch_size)]:
+        rows = held_out.baseline.members(index)
+        plain_texts = [held_out.continuations[row] for row in rows]
+        drafted = plain_texts if index in known else held_out.write(winner.candidate, index)
+        for row, tokens in zip(rows, drafted, strict=True):
+            prompt, plain = held_out.prompts[row], held_out.continuations[row]
+            comparison = compare(task.target, prompt, plain, tokens)
+            pairs.append(
+                TextPair(
+                    prompt=decode(prompt)[-MOST_PROMPT:],
+                    plain=decode(plain),
+                    drafted=decode(tokens),
+                    identical=comparison.identical,
+                    tie=comparison.tie,
+                )
+            )
+    return tuple(pairs[:NUM_TEXTS])
+
+
+def head_cautions(task: Task, winner: MeasuredCandidate) -> tuple[str, ...]:
+    """Return what a reader should know about the heads of the winner."""
+    used = set(winner.candidate.draft.files)
+    exits = [layer for layer, draft in task.heads.items() if draft.head in used]
+    feature = task.feature_draft is not None and task.feature_draft.head in used
+    found = [task.head_folder.facts(layer) for layer in exits]
+    found += [task.head_folder.feature_facts()] if feature else []
+    wanted = Path(task.config.distillation.training_dataset or task.config.dataset).name
+    cautions = [
+        f"The {facts.noun} was trained on {Path(facts.training.dataset).name}, not on {wanted}."
+        for facts in found
+        if facts is not None and facts.training is not None and Path(facts.training.dataset).name != wanted
+    ]
+    tuning = token_ids(task.prompts.tuning)
+    if used and (count := task.head_folder.num_trained_on(exits, tuning, feature_head=feature)):
+        cautions.append(
+            f"Heads were trained on {count} of the {len(tuning)} tuning prompts, so trials overrate them; held-out figures do not."
+        )
+    return tuple(cautions)
+
+
+def command_line() -> str:
+    """Return the command of this process, without passwords in addresses."""
+    words = ["sdtune", *sys.argv[1:]]
+    return shlex.join(re.sub(r"(://[^/@\s:]*):[^/@\s]+@", r"\1:***@", word) for word in words)
+
+
+def keep_result(store: StudyStore, settings: str, result: SearchResult) -> None:
+    """Store the result of a whole run; its trials are stored already."""
+    finished = datetime.now(UTC).isoformat(sep=" ", timespec="minutes")
+    kept = result.model_dump(mode="json", by_alias=True, exclude={"trials"})
+    store.keep(FINISHED, {"settings": settings, "finished": finished, "result": kept})
+
+
+def finished_result(store: StudyStore, settings: str | None = None) -> tuple[SearchResult, str] | None:
+    """Return the result of the last whole run and when it finished; None if there is none that can be read.
+
+    With `settings`, only that of the same command.
+    """
+    noted = store.noted(FINISHED)
+    if noted is None or settings not in (None, noted["settings"]):
+        return None
+    try:
+        return SearchResult.model_validate(noted["result"]), noted["finished"]
+    except ValidationError:  # of another version: its confirmations still count
+        return None
+
+
+def earlier_race(store: StudyStore, num_trials: int) -> list[MeasuredCandidate]:
+    """Return the finalists of the last whole run, if no trial was added since: another race would be another draw."""
+    found = finished_result(store)
+    return list(found[0].race) if found is not None and found[0].cost.trials == num_trials else []
+
+
+def write_stored(config: SearchConfig) -> SearchResult:
+    """Write the profile of a search that other hosts have ended, and return its result. Raises `SearchError` without one."""
+    store = StudyStore(config.storage, config.resolved_experiment())
+    try:
+        found = finished_result(store, settings_sha256(config))
+    finally:
+        store.close()
+    if found is None:
+        raise SearchError(f"no result is stored in {without_password(config.storage)}")
+    for name in found[0].profile.draft.files:
+        if not (copy := config.out.parent / name).exists():
+            shutil.copy(config.heads / name, copy)
+    found[0].profile.save(config.out)
+    return found[0]
+
+
+def open_tracker(task: Task, store: StudyStore) -> Tracker:
+    """Open the run of the search in MLflow, or the one that an earlier run of it began."""
+    config = task.config
+    # What finds the run of a search that was killed before it stored a study, which names the run.
+    identity = json.dumps({**task.identity, "storage": config.storage}, sort_keys=True)
+    # Both addresses may hold passwords.
+    settings = config.model_dump(mode="json", exclude={"studies", "storage", "tracking_uri", "distillation"})
+    return Tracker.open(
+        config.tracking_uri,
+        config.resolved_experiment(),
+        run_id=store.noted(RUN_ID),
+        params={
+            **{key: ",".join(value) if isinstance(value, list) else value for key, value in settings.items()},
+            "device_name": device_name(task.target.device),
+            "precision": str(task.target.dtype),
+            "git_revision": git_revision(Path(__file__).parent),
+            **{f"version.{package}": version for package, version in versions().items()},
+        },
+        dataset=DatasetInput(name=config.dataset, fingerprint=task.prompts.fingerprint, source=config.dataset),
+        identity=hashlib.sha256(identity.encode()).hexdigest(),
+    )
+
+
+def track_result(tracker: Tracker, result: SearchResult, task: Task) -> None:
+    """Log figures, profile, tables, texts and report of a search, mark the winning trial, and describe the run."""
+    winner, out, noise = result.winner, task.config.out, result.noise
+    figures = {
+        "search_seconds": result.cost.seconds,
+        "distillation_seconds": result.cost.distillation_seconds,
+        "trials": float(result.cost.trials),
+        **measured_metrics(result.confirmed),
+        "machine/plain_variation": noise.plain_variation,
+        "machine/waiting": noise.waiting,
+        "machine/load": noise.load,
+        "machine/cost_table_error": noise.cost_error,
+    }
+    for name, each in (result.comparison.contenders if result.comparison else {}).items():
         if name != PROFILE:
             figures[f"stock/{name}_tokens_per_second"] = each.tokens_per_second.value
             figures[f"stock/profile_over_{name}"] = each.profile_over_it.value
-    return figures
-
-
-def track_result(tracker: Tracker, result: SearchResult, records: Sequence[TrialRecord], task: Task) -> None:
-    """Log the figures of plain decoding and the winner, the profile and the table of trials."""
-    figures = {
-        "search_seconds": result.cost.search_seconds,
-        "distillation_seconds": result.cost.distillation_seconds,
-        "trials": float(result.cost.num_trials),
-        **measured_metrics(result.confirmed),
-        **_stock_metrics(result.comparison),
-    }
-    best = result.winner.candidate
     tags = {
         "decision": result.profile.draft.kind,
-        "winner": f"{best.draft.describe()}; {best.draft_length.describe()}",
-        "winner_origin": result.winner.origin,
+        "winner": f"{winner.candidate.draft.describe()}; {winner.candidate.draft_length.describe()}",
+        "winner_origin": winner.origin,
         "profile": result.profile.name,
+        "noisy": str(bool(noise.disturbances)).lower(),
     }
-    tracker.log_figures(figures, tags)
-    with TemporaryDirectory() as folder:
-        (Path(folder) / "trials.csv").write_text(trials_csv(records), encoding="utf-8")
-        tracker.log_artifact(Path(folder) / "trials.csv")
-    tracker.log_artifact(task.config.out)
-    for name in result.profile.draft.files:
-        tracker.log_artifact(task.config.out.parent / name)
-    log_profile(tracker.tracking_uri, tracker.run_id, result.profile, task.config.out.parent)
+    tracker.log_figures({name: value for name, value in figures.items() if value is not None}, tags)
+    if (trial := result.winning_trial) is not None:
+        tracker.name_winner(trial)
+    for path in (out, *(out.parent / name for name in result.profile.draft.files)):
+        tracker.log_artifact(path)
+    log_profile(tracker.tracking_uri, tracker.run_id, result.profile, out.parent)
+    tracker.log_document(result.settings, "config.yaml")
+    for name, text in {
+        "trials.csv": trials_csv(result.trials),
+        "held_out.csv": samples_csv(result.rivals),
+        "race.csv": samples_csv(result.race),
+        "texts.md": texts_page(result.texts, result.experiment),
+        "search.json": result.model_dump_json(by_alias=True),
+        "report.html": report_page(result),
+    }.items():
+        tracker.log_text(text, name)
+    # Last: a description promises the rest.
+    tracker.describe(search_note(result, profile_path=str(out)))

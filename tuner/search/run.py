@@ -1,56 +1,56 @@
 """One search, from configuration to profile: exit heads, studies, race of the finalists, held-out confirmation, profile.
 
-Reads top to bottom in the order of events, and only passes results on: `task` loads, `study_trials` runs the studies,
-`tuner.measuring.paired` measures, `decision` chooses the winner, and `outcome` writes the profile. Several processes may run the
+Reads top to bottom in the order of events, and only passes results on: `task` loads, `study_trials` runs the studies, `race` and
+`decision` choose the winner, `outcome` writes the profile, and `budget` tells what there is time for. Several processes may run the
 same search on one storage: each runs trials, and the one that is first at their end does the rest, under a lock.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from decoding.draft_length import Fixed
 from decoding.drafts import PlainDecoding
+from decoding.profile import SearchCost
 from studies.contract import Candidate, TrialRecord, TrialState, best_trials
-from studies.measurement import Measurement
-from tuner.config import FEWEST_SAMPLES, SearchConfig
+from tuner.config import SearchConfig
 from tuner.errors import SearchError, TrackingError, without_password
-from tuner.inputs.environment import device_name, git_revision, versions
 from tuner.inputs.memory import explained_shortage
-from tuner.inputs.prompts import Prompt
 from tuner.measuring.baseline import measure_pulse
 from tuner.measuring.machine import wait_until_quiet
 from tuner.measuring.paired import Bench
+from tuner.measuring.turns import Measuring
 from tuner.progress import Progress
-from tuner.review.verdict import verdict
-from tuner.search.budget import PAIRED, PLAIN_SHARE, WRITING_SECONDS, End, enough, halved
-from tuner.search.decision import Confirmed, blocks, confirm, objection, race_best, to_confirm
-from tuner.search.finished import Confirmations, earlier_race, finished_result, keep_result
-from tuner.search.heat import HEAT, least_candidates
-from tuner.search.in_engine import EngineArena, arena
+from tuner.results import Provenance
+from tuner.review.document import MeasuredCandidate, SearchResult, StockComparison
+from tuner.search.budget import PAIRED, SHORTEST, WRITING_SECONDS
+from tuner.search.decision import Confirmations, blocks, confirm, note_cuts, objection, to_confirm
+from tuner.search.engine import EngineArena, arena, heat_seconds
 from tuner.search.missing_heads import distillation_seconds, provide_heads
-from tuner.search.outcome import SearchEffort, SearchResult, conclude, save_best_so_far, track_result
-from tuner.search.race import LAP, Finalist
-from tuner.search.reviewing import NUM_TEXTS, review_of, track_review, written_texts
-from tuner.search.stock import LATER, StockOutcome, compare_with_stock
+from tuner.search.outcome import (
+    NUM_TEXTS,
+    command_line,
+    earlier_race,
+    finished_result,
+    head_cautions,
+    keep_result,
+    open_tracker,
+    profile_of,
+    save_best_so_far,
+    track_result,
+    written_texts,
+)
+from tuner.search.race import LAP, race, shortlist, unseen_by_trials
+from tuner.search.stock import LATER, compare_with_stock
 from tuner.search.storage import FAILURES, StudyStore, unusable
-from tuner.search.study_trials import RUN_ID, StudyRuns
+from tuner.search.study_trials import StudyRuns
 from tuner.search.task import Task, open_bench
-from tuner.stage_clock import Stage, StageClock, spoken
-from tuner.tracking import DatasetInput, Tracker
+from tuner.stage_clock import Stage, spoken
+from tuner.tracking import Tracker
 
-SHORTEST = "the shortest search with a result (one trial)"
-LEAST_HELD_OUT = 6
-"""Held-out prompts, or batches, on which a speed-up is confirmed at least: with fewer an interval says little."""
-LEAST_FINALISTS = 2
-MOST_STOCK = 6
-"""Held-out prompts, or batches, on which stock generation is compared at most."""
 MOST_WAITED = 6 * 3600.0
 """Seconds to wait for a process that ends the search, if it has no timeout."""
 _LESS_TO_SURVEY = "give lower survey_tokens and pool_tokens to the study, or a lower max_prompt_tokens or --batch-size"
@@ -81,7 +81,7 @@ def search(task: Task, progress: Progress) -> SearchResult:
             if (finished := finished_result(store, task.settings)) is not None:
                 return _shown(task, *finished, progress)
             with clock.stage(Stage.WRITING):
-                tracker = _open_tracker(task, store)
+                tracker = open_tracker(task, store)
         return _tracked(task, store, tracker, progress)
     except FAILURES as cause:
         raise unusable(task.config.storage, cause) from None
@@ -95,9 +95,11 @@ def search(task: Task, progress: Progress) -> SearchResult:
 
 def _tracked(task: Task, store: StudyStore, tracker: Tracker, progress: Progress) -> SearchResult:
     """Run a search whose run in MLflow is open, and close that."""
+    clock = task.budget.clock
     try:
         result = _searched(task, store, tracker, progress)
-        tracker.log_figures(_stage_figures(task.budget.clock), {})
+        stages = {f"seconds/{stage.name.lower()}": seconds for stage, seconds in clock.seconds().items()}
+        tracker.log_figures({**stages, "seconds/total": clock.elapsed}, {})
     except KeyboardInterrupt:
         with suppress(TrackingError):  # the user wants to know what is best so far
             tracker.close("KILLED")
@@ -120,15 +122,16 @@ def _searched(task: Task, store: StudyStore, tracker: Tracker, progress: Progres
                 progress.say(f"the machine was not quiet within {spoken(config.wait_quiet)}: measuring all the same")
     with clock.stage(Stage.PLAIN), _decoding("a tuning prompt", config):
         heads_seconds = plan(task)
-    budget.check(_least_seconds(task), SHORTEST)
+    budget.check(budget.least_seconds, SHORTEST)
     with store.lock():
         heads = provide_heads(task, heads_seconds, progress)
-    budget.check(_least_seconds(task), SHORTEST)
-    for line in plan_lines(task):
+    budget.check(budget.least_seconds, SHORTEST)
+    for line in budget.lines():
         progress.say(line)
     with clock.stage(Stage.PLAIN), _decoding("the tuning prompts", config):
-        before = clock.elapsed
-        tuning = open_bench(task, _tuning_prompts(task), "decoding the tuning prompts plainly", progress)
+        before, wanted = clock.elapsed, config.tuning_prompts // config.batch_size
+        prompts = _first(task.prompts.tuning, budget.tuning_samples(wanted), wanted, config)
+        tuning = open_bench(task, prompts, "decoding the tuning prompts plainly", progress)
         budget.plain = (clock.elapsed - before) / max(1, len(tuning.indices))
     studies = StudyRuns(task, heads, tuning, store, tracker, progress)
     try:
@@ -144,7 +147,7 @@ def _searched(task: Task, store: StudyStore, tracker: Tracker, progress: Progres
 
 def _ended(task: Task, store: StudyStore, tracker: Tracker, progress: Progress, studies: StudyRuns) -> SearchResult:
     """Race the finalists of all trials, confirm the best, write the profile and keep the result. One process does this."""
-    config, clock = task.config, task.budget.clock
+    config, clock, budget = task.config, task.budget.clock, task.budget
     records, confirmations = store.records(), Confirmations(store)
     with clock.stage(Stage.WRITING):
         tracker.log_missing(records)
@@ -152,48 +155,48 @@ def _ended(task: Task, store: StudyStore, tracker: Tracker, progress: Progress, 
         with _decoding("the race", config):
             finalists = earlier_race(store, len(records)) or _race(task, records, studies, progress, engine)
         with _decoding("the held-out prompts", config):
-            confirmed, held_out = _confirmed(task, finalists, records, confirmations, progress, engine)
-            winner, best = finalists[0], confirmed[0]
+            rivals, held_out = _confirmed(task, to_confirm(finalists, records), confirmations, progress, engine)
+            winner = rivals[0]
             task.watch.look()
-            noise = task.watch.noise(blocks(records, finalists), best.measurement)
-            candidate, busy = winner.trial.candidate, bool(noise.disturbances)
-            refused = objection(candidate, winner.measurement, best.measurement, busy=busy)
-            stock = _compared(task, winner, refused, best.measurement, held_out, progress)
-        facts = None if engine is None else engine.facts(None if refused else candidate)
+            noise = task.watch.noise(blocks(records, finalists), winner.measurement)
+            busy = bool(noise.disturbances)
+            refused = objection(winner.candidate, finalists[0].measurement, winner.measurement, busy=busy)
+            stock = _compared(task, None if refused else winner.candidate, held_out, progress)
+        facts = None if engine is None else engine.facts(None if refused else winner.candidate)
     heads = task.head_folder.distillation_seconds(studies.heads, feature_head=task.feature_draft is not None)
-    cost = SearchEffort(len(records), store.spent_seconds(config.study), heads)
+    cost = SearchCost(trials=len(records), seconds=store.spent_seconds(config.study), distillation_seconds=heads)
     with clock.stage(Stage.WRITING):
-        count = confirmations.count(candidate)
-        if count > 1:
-            task.budget.cuts.append(
+        if (count := confirmations.count(winner.candidate)) > 1:
+            budget.cuts.append(
                 f"winner number {count} that this search confirmed on the same held-out prompts: a speed-up is found by chance "
                 f"up to {count} times as often as its interval says"
             )
-        result = conclude(
-            task,
-            winner,
-            refused,
-            noise,
-            confirmed,
-            stock,
-            studies.ended,
-            cost,
-            tracker.run_id,
-            engine=facts,
-            confirmations=count,
-        )
-        result.profile.save(config.out)
-        track_result(tracker, result, records, task)
-        result = replace(
-            result,
+        comparison = stock if isinstance(stock, StockComparison) else None
+        profile = profile_of(task, winner, refused, noise, comparison, cost, tracker.run_id, facts, count)
+        profile.save(config.out)
+        result = SearchResult(
+            experiment=config.resolved_experiment(),
+            run_id=tracker.run_id,
+            address=tracker.address,
+            profile=profile,
+            objection=refused,
+            rivals=tuple(rivals),
             race=tuple(each for each in finalists if each.measurement.samples),
-            candidates=tuple(confirmed),
-            texts=written_texts(task, candidate, result.confirmed, held_out),
-            cuts=tuple(task.budget.cuts),
+            trials=tuple(records),
+            comparison=comparison,
+            no_comparison=stock if isinstance(stock, str) else None,
+            texts=written_texts(task, winner, held_out),
+            noise=noise,
+            ended=studies.ended,
+            cuts=tuple(budget.cuts),
+            cautions=head_cautions(task, winner),
+            stages=dict(clock.seconds()),
+            cost=cost,
+            settings=config.model_dump(mode="json", exclude={"storage", "tracking_uri"}),
+            provenance=Provenance.now(task.target.device).model_copy(update={"command": command_line()}),
         )
-        review = review_of(task, result, records, tracker.run_id)
-        track_review(tracker, review, records, task)
-    result = replace(result, stages=clock.seconds(), verdict=verdict(review), address=tracker.address)
+        track_result(tracker, result, task)
+    result = result.model_copy(update={"stages": dict(clock.seconds())})
     store.close_trials()
     keep_result(store, task.settings, result)
     return result
@@ -221,184 +224,88 @@ def plan(task: Task) -> float | None:
     config, budget = task.config, task.budget
     prompts = [prompt.token_ids for prompt in task.prompts.tuning]
     pulse = measure_pulse(task.target, prompts, max_new_tokens=config.max_new_tokens, num_sequences=config.batch_size)
-    budget.plain = pulse.prefill_seconds + pulse.token_seconds * (config.max_new_tokens - 1)
-    size = config.batch_size
-    tuning, held_out = config.tuning_prompts // size, config.held_out_prompts // size
-    raced = max(tuning - config.samples_per_trial, min(tuning, FEWEST_SAMPLES))
-    beside = max(WRITING_SECONDS, budget.clock.seconds().get(Stage.WRITING, 0.0)) + NUM_TEXTS / size * budget.plain
+    plain = pulse.prefill_seconds + pulse.token_seconds * (config.max_new_tokens - 1)
+    beside = (
+        max(WRITING_SECONDS, budget.clock.seconds().get(Stage.WRITING, 0.0)) + NUM_TEXTS / config.batch_size * plain
+    )
     if task.deployment is not None:
-        start = task.deployment.program.usual_start_seconds
-        in_heat = least_candidates(task.deployment.program)
-        beside += start + in_heat * (start + PAIRED * budget.plain * HEAT)
-    stock = min(MOST_STOCK, held_out) if config.stock else 0
-    budget.end = End(config.finalists, raced, len(config.study), held_out, stock, beside)
-    finalists = min(config.finalists, LEAST_FINALISTS)
-    budget.least = End(finalists, min(LAP, raced), 1, min(LEAST_HELD_OUT, held_out), 0, beside)
+        beside += heat_seconds(task.deployment.program, PAIRED * plain)
+    budget.plan(config, plain, beside)
     return distillation_seconds(task, pulse)
 
 
-def plan_lines(task: Task) -> list[str]:
-    """Return the plan of a search in words."""
-    budget, config = task.budget, task.config
-    each, end = budget.trial_seconds(config.samples_per_trial), budget.end.seconds(budget.plain)
-    if budget.timeout is None:
-        return [f"no --timeout (estimate): {spoken(each)} a trial, {spoken(end)} for race, confirmation and results"]
-    before = f", {spoken(budget.spent_before)} of them by earlier runs" if budget.spent_before else ""
-    on_top = f"; {spoken(budget.on_top)} of distilling came on top" if budget.on_top else ""
-    trials = budget.left_for_trials
-    lines = [
-        f"--timeout {spoken(budget.timeout)} for everything (estimate): {spoken(budget.spent)} are spent{before}{on_top}; to come: "
-        f"{spoken(trials)} for trials, {spoken(each)} each, then {spoken(budget.left - trials)} for race, confirmation and results"
-    ]
-    needed = _least_seconds(task)
-    if needed > budget.left:
-        lines.append(
-            f"too short: {SHORTEST} takes about {spoken(needed)} (give a --timeout of {enough(budget.spent + needed)})"
-        )
-    return lines
-
-
-def _least_seconds(task: Task) -> float:
-    """Return the seconds of the shortest search with a result."""
-    budget, config = task.budget, task.config
-    tuning = min(budget.end.raced, LAP) + config.samples_per_trial
-    return tuning * budget.plain + budget.trial_seconds(config.samples_per_trial) + budget.least.seconds(budget.plain)
-
-
-def _tuning_prompts(task: Task) -> Sequence[Prompt]:
-    """Return the tuning prompts, or as many of them as can be decoded in their share of the time."""
-    config, budget, size = task.config, task.budget, task.config.batch_size
-    tuning = config.tuning_prompts // size
-    count = halved(tuning, min(tuning, config.samples_per_trial + LAP), budget.plain, PLAIN_SHARE * budget.left)
-    budget.cut("tuned", count, tuning, f"tuning {_unit(config)}")
-    budget.end = replace(budget.end, raced=max(count - config.samples_per_trial, min(count, FEWEST_SAMPLES)))
-    return _first(task.prompts.tuning, count, tuning, size)
-
-
-def _first(prompts: Sequence[Prompt], count: int, wanted: int, size: int) -> Sequence[Prompt]:
+def _first(prompts: Sequence, count: int, wanted: int, config: SearchConfig) -> Sequence:
     """Return the prompts of the first `count` samples; all of them, also those that fill no batch, if no sample is cut."""
-    return prompts if count == wanted else prompts[: count * size]
+    return prompts if count == wanted else prompts[: count * config.batch_size]
 
 
 def _race(
     task: Task, records: Sequence[TrialRecord], studies: StudyRuns, progress: Progress, engine: EngineArena | None
-) -> list[Finalist]:
+) -> list[MeasuredCandidate]:
     """Return the finalists, the fastest first. Raises `SearchError` if no trial could be measured."""
-    budget, config = task.budget, task.config
-    if (plain := _plain_winner(task, records)) is not None and (late := _out_of_time(task)):
+    budget, num_of_trial = task.budget, task.config.samples_per_trial
+    late = budget.out_of_time()
+    if late and task.deployment is None and not best_trials(records, 1) and not _failed(records):
         budget.cuts.append(f"no trial was finished in time{late}")
-        return [plain]
+        plain = Candidate(draft=PlainDecoding(), draft_length=Fixed())
+        return [MeasuredCandidate(trial="plain/0", origin="plain", candidate=plain)]
     end = budget.fitted()
     after = replace(end, finalists=0).seconds(budget.plain)
-    config = config.model_copy(update={"finalists": end.finalists})
     may_go_on = budget.pace(keep=after)
+    trials = shortlist(records, studies.ended, end.finalists, studies.expected)
+    indices = unseen_by_trials(studies.bench.indices, num_of_trial)
     with budget.clock.stage(Stage.RACE):
-        if engine is None:
-            finalists = race_best(
-                records, studies.ended, studies.bench, config, progress, studies.expected, may_go_on=may_go_on
-            )
-        else:
-            in_engine = engine.bench(studies.bench)
-            lap = PAIRED * budget.plain * LAP * end.finalists
-            enter = partial(
-                engine.entrants,
-                count=end.finalists,
-                bench=in_engine,
-                may_go_on=budget.pace(keep=after + lap),
-                progress=progress,
-            )
-            finalists = race_best(
-                records, studies.ended, in_engine, config, progress, studies.expected, may_go_on=may_go_on, enter=enter
-            )
+        bench: Measuring = studies.bench
+        if engine is not None:
+            pace = budget.pace(keep=after + PAIRED * budget.plain * LAP * end.finalists)
+            trials = engine.shortlist(trials, indices, end.finalists, studies.bench, pace)
+            bench = engine.bench(studies.bench)
+        # In production an adaptive rule is warm: it is warmed up on the prompts of the trials.
+        of_trial = bench.indices[:num_of_trial]
+        warm = [each.model_copy(update={"candidate": bench.warm_up_rule(each.candidate, of_trial)}) for each in trials]
+        finalists = race(warm, bench, indices, progress, may_go_on)
     if not finalists:
         failures = [f"the last failure: {record.reason}" for record in records if record.reason][-1:]
         why = "; ".join(failures or [f"{name}: {reason}" for name, reason in studies.ended.items()])
-        raise SearchError(f"no candidate could be measured in {len(records)} trials; {why}{_out_of_time(task)}")
+        raise SearchError(f"no candidate could be measured in {len(records)} trials; {why}{late}")
     return finalists
 
 
-def _plain_winner(task: Task, records: Sequence[TrialRecord]) -> Finalist | None:
-    """Return plain decoding as the winner of a search whose time ended before any trial; None if there was another reason."""
-    failed = any(record.state is TrialState.FAIL for record in records)
-    if task.budget.timeout is None or task.deployment is not None or failed or best_trials(records, 1):
-        return None
-    plain = Candidate(draft=PlainDecoding(), draft_length=Fixed())
-    trial = TrialRecord(study="plain", number=0, state=TrialState.COMPLETE, candidate=plain)
-    return Finalist(trial, Measurement(samples=()))
-
-
-def _out_of_time(task: Task) -> str:
-    """Return where the time went and how to go on, if it is the time that has run out."""
-    timeout = task.config.timeout
-    if timeout is None or task.budget.left > timeout / 2:
-        return ""
-    return f" ({task.budget.where_it_went()}): --timeout {enough(2 * timeout)} goes on from what is stored"
+def _failed(records: Sequence[TrialRecord]) -> bool:
+    return any(record.state is TrialState.FAIL for record in records)
 
 
 def _confirmed(
     task: Task,
-    finalists: list[Finalist],
-    records: Sequence[TrialRecord],
+    chosen: Sequence[MeasuredCandidate],
     confirmations: Confirmations,
     progress: Progress,
     engine: EngineArena | None,
-) -> tuple[list[Confirmed], Bench]:
+) -> tuple[list[MeasuredCandidate], Bench]:
     """Return the winner and its rivals measured on held-out prompts, and the bench of these."""
     budget, config = task.budget, task.config
     wanted = config.held_out_prompts // config.batch_size
-    end = budget.fitted(finalists=0, confirmed=len(to_confirm(finalists, records)))
-    after = replace(end, held_out=0).seconds(budget.plain)
+    end = budget.fitted(finalists=0, confirmed=len(chosen))
     with budget.clock.stage(Stage.PLAIN):
-        prompts = _first(task.prompts.held_out, end.held_out, wanted, config.batch_size)
+        prompts = _first(task.prompts.held_out, end.held_out, wanted, config)
         held_out = open_bench(task, prompts, "decoding the held-out prompts plainly", progress)
-
-    def pacer(num_left: int) -> Callable[[], bool] | None:
-        """Give each candidate an equal share of what is left; None if that is nothing."""
-        left = budget.left - after
-        if left < PAIRED * budget.plain * budget.least.held_out:
-            return None
-        return budget.pace(keep=budget.left - left / num_left)
-
+    bench = held_out if engine is None else engine.bench(held_out)
+    num_earlier = len(confirmations.of(chosen[0].candidate).samples)
     with budget.clock.stage(Stage.CONFIRMATION):
-        measuring = held_out if engine is None else engine.bench(held_out)
-        known = dict(confirmations.known)
-        confirmed = confirm(
-            finalists,
-            records,
-            measuring,
-            progress,
-            pacer,
-            least=budget.least.held_out,
-            known=known,
-            keep=confirmations.keep,
-        )
-    winner, *rivals = [(each.label, len(each.measurement.samples)) for each in confirmed]
-    budget.cut(
-        "confirmed", winner[1], wanted if end.held_out < wanted else len(held_out.indices), f"held-out {_unit(config)}"
-    )
-    if fewer := [f"{label} on {count}" for label, count in rivals if count < winner[1]]:
-        budget.cuts.append(
-            f"compared on fewer than the winner's {winner[1]} held-out {_unit(config)}: {', '.join(fewer)}"
-        )
-    if (earlier := known.get(confirmed[0].trial.candidate.key)) is not None:
-        budget.cuts.append(
-            f"earlier runs of this search measured the winner on {len(earlier.samples)} of its {winner[1]} held-out prompts: "
-            "both are pooled"
-        )
+        after = replace(end, held_out=0).seconds(budget.plain)
+        confirmed = confirm(chosen, bench, budget, progress, confirmations, keep_seconds=after)
+    note_cuts(confirmed, wanted if end.held_out < wanted else len(held_out.indices), num_earlier, budget)
     return confirmed, held_out
 
 
-def _compared(
-    task: Task, winner: Finalist, refused: str | None, measured: Measurement, held_out: Bench, progress: Progress
-) -> StockOutcome:
+def _compared(task: Task, profile: Candidate | None, held_out: Bench, progress: Progress) -> StockComparison | str:
     """Return the comparison of the profile to come with stock generation, or why there is none."""
     budget = task.budget
     if not task.config.stock:
-        return StockOutcome(reason=f"declined by stock: false; {LATER}")
+        return f"declined by stock: false; {LATER}"
     if task.config.deploy_to is not None:
-        return StockOutcome(reason=f"the profile is for {task.config.deploy_to}, which was measured itself")
+        return f"the profile is for {task.config.deploy_to}, which was measured itself"
     end = budget.fitted(finalists=0, held_out=0, stock=min(budget.end.stock, len(held_out.indices)))
-    profile = None if refused else winner.trial.candidate
     with budget.clock.stage(Stage.STOCK):
         return compare_with_stock(task, profile, held_out, end.stock, progress, budget.pace(keep=end.beside))
 
@@ -406,16 +313,6 @@ def _compared(
 def _patience(task: Task) -> float:
     """Return the seconds to wait for a process that ends the search, which ends by its own timeout."""
     return MOST_WAITED if task.config.timeout is None else task.config.timeout
-
-
-def _unit(config: SearchConfig) -> str:
-    return "prompts" if config.batch_size == 1 else "batches"
-
-
-def _stage_figures(clock: StageClock) -> dict[str, float]:
-    """Return the seconds of each stage as figures for MLflow."""
-    stages = {f"seconds/{stage.name.lower()}": seconds for stage, seconds in clock.seconds().items()}
-    return {**stages, "seconds/total": clock.elapsed}
 
 
 def _decoding(what: str, config: SearchConfig) -> AbstractContextManager[None]:
@@ -426,35 +323,3 @@ def _decoding(what: str, config: SearchConfig) -> AbstractContextManager[None]:
 
 def _kept(config: SearchConfig) -> str:
     return f"finished trials stay in {without_password(config.storage)}"
-
-
-def _open_tracker(task: Task, store: StudyStore) -> Tracker:
-    config = task.config
-    return Tracker.open(
-        config.tracking_uri,
-        config.resolved_experiment(),
-        run_id=store.noted(RUN_ID),
-        params=_run_params(task),
-        dataset=DatasetInput(name=config.dataset, fingerprint=task.prompts.fingerprint, source=config.dataset),
-        identity=_run_identity(task),
-    )
-
-
-def _run_identity(task: Task) -> str:
-    """Return what finds the run of a search that was killed before it stored a study, which names the run."""
-    whole = {**task.identity, "storage": task.config.storage}
-    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
-
-
-def _run_params(task: Task) -> dict[str, str | int | float | bool | None]:
-    """Return the parent run's parameters: every setting of the search, the device, the versions and the revision."""
-    # Both addresses may hold passwords.
-    settings = task.config.model_dump(mode="json", exclude={"studies", "storage", "tracking_uri", "distillation"})
-    flat = {key: ",".join(value) if isinstance(value, list) else value for key, value in settings.items()}
-    return {
-        **flat,
-        "device_name": device_name(task.target.device),
-        "precision": str(task.target.dtype),
-        "git_revision": git_revision(Path(__file__).parent),
-        **{f"version.{package}": version for package, version in versions().items()},
-    }

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from decoding.decoder import plain_decoder
-from decoding.documents.strict_yaml import Document
 from studies.contract import Candidate
 from studies.measurement import Measurement, PromptSample
 from tuner.measuring.comparison import FEWEST_SAMPLES, Compared, Phase
@@ -20,23 +19,11 @@ from tuner.measuring.own_decoding import OwnDecoding
 from tuner.measuring.paired import Bench
 from tuner.measuring.turns import Interleaved
 from tuner.progress import Progress
-from tuner.review.document import StockComparison, StockContender
+from tuner.review.document import GENERATE, PROFILE, PROMPT_LOOKUP, StockComparison, StockContender
+from tuner.search.budget import OutOfTimeError
 from tuner.search.task import Task
 
-PROFILE, GENERATE, PROMPT_LOOKUP = "profile", "hf", "hf-prompt-lookup"
-"""Names of the contenders, as in `sdtune bench`."""
 LATER = "`sdtune bench`, then `sdtune report --bench bench/bench.json --track`, adds it"
-
-
-class StockOutcome(Document):
-    """The comparison, or why there is none."""
-
-    comparison: StockComparison | None = None
-    reason: str | None = None
-
-
-class _OutOfTimeError(Exception):
-    """No time is left for another prompt."""
 
 
 def compare_with_stock(
@@ -46,14 +33,14 @@ def compare_with_stock(
     num_samples: int,
     progress: Progress,
     may_go_on: Callable[[], bool],
-) -> StockOutcome:
+) -> StockComparison | str:
     """Time plain decoding, the profile's candidate (None if it decodes plainly) and stock generation on `num_samples` samples.
 
     A sample is a held-out prompt, or a batch of them. All decode greedily, so that the tokens can be compared. `may_go_on` is asked
     before each sample, and ends the comparison.
     """
     if num_samples < FEWEST_SAMPLES:
-        return StockOutcome(reason=f"no time was left for it; {LATER}")
+        return f"no time was left for it; {LATER}"
     contenders, left_out = _contenders(task, profile, held_out)
     turns = Interleaved(contenders, may_fail=(GENERATE, PROMPT_LOOKUP))
     chosen = spread(held_out.indices, num_samples)
@@ -67,9 +54,9 @@ def compare_with_stock(
             taken[name].append(sample)
         progress.advance()
         if not may_go_on():
-            raise _OutOfTimeError
+            raise OutOfTimeError
 
-    with suppress(_OutOfTimeError):  # what was measured counts
+    with suppress(OutOfTimeError):  # what was measured counts
         held_out.compete(turns, chosen, keep, plain_too=True)
     found = {name: Measurement(samples=tuple(taken[name])) for name in turns.running}
     return _outcome(found, turns, left_out)
@@ -94,17 +81,19 @@ def _contenders(task: Task, profile: Candidate | None, held_out: Bench) -> tuple
     return [*contenders, stock_prompt_lookup(PROMPT_LOOKUP, model, eos)], {}
 
 
-def _outcome(found: Mapping[str, Measurement], turns: Interleaved, left_out: Mapping[str, str]) -> StockOutcome:
+def _outcome(
+    found: Mapping[str, Measurement], turns: Interleaved, left_out: Mapping[str, str]
+) -> StockComparison | str:
     """Return the comparison of the contenders on the samples that all of them decoded at some length."""
     compared = Compared.of(found, needed=(PLAIN, PROFILE))
     left_out = {**left_out, **turns.left_out, **compared.left_out}
     if len(compared.counted) < FEWEST_SAMPLES:
-        return StockOutcome(reason=f"too few prompts were decoded by all in the time that was left; {LATER}")
+        return f"too few prompts were decoded by all in the time that was left; {LATER}"
     if not {GENERATE, PROMPT_LOOKUP} & set(compared.measurements):
         failed = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
-        return StockOutcome(reason=f"it could not run on this model ({failed})")
+        return f"it could not run on this model ({failed})"
     reference = PROFILE if PROFILE in compared.measurements else PLAIN
-    comparison = StockComparison(
+    return StockComparison(
         num_prompts=compared.measurements[PLAIN].num_prompts,
         plain_tokens_per_second=compared.rate(PLAIN),
         contenders={
@@ -123,4 +112,3 @@ def _outcome(found: Mapping[str, Measurement], turns: Interleaved, left_out: Map
         },
         left_out=left_out,
     )
-    return StockOutcome(comparison=comparison)

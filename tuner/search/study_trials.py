@@ -16,7 +16,7 @@ from tuner.freed_memory import freed_blocks_kept, large_blocks_given_back
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 from tuner.search.budget import TrialTime
-from tuner.search.deployment import RuledBench
+from tuner.search.engine import RuledBench
 from tuner.search.objective import Trials
 from tuner.search.problem import build_problem
 from tuner.search.storage import CONFIGURATION, StoredStudy, StudyStore
@@ -112,13 +112,7 @@ class StudyRuns:
         budget = self.task.budget
         if budget.timeout is None:
             return None
-        return TrialTime(
-            budget,
-            keep=until,
-            least=budget.least.seconds(budget.plain),
-            expected=budget.trial_seconds(self.task.config.samples_per_trial),
-            has_result=lambda: bool(best_trials(wanted(), 1)),
-        )
+        return TrialTime(budget, until, has_result=lambda: bool(best_trials(wanted(), 1)))
 
     def _keep(self, record: TrialRecord) -> None:
         records = self.store.records()

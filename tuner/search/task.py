@@ -34,7 +34,7 @@ from tuner.measuring.paired import MOST_KEPT, Bench
 from tuner.output_paths import check_folder_writable, check_writable
 from tuner.progress import Progress
 from tuner.search.budget import LEAST_LEFT, WRITING_SECONDS, Budget
-from tuner.search.deployment import Deployment, deployment_of, restricted
+from tuner.search.engine import Deployment, deployment_of, restricted
 from tuner.search.memory_plan import plan_memory
 from tuner.search.storage import FINISHED, existing_store
 from tuner.stage_clock import Stage, StageClock

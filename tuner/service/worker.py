@@ -29,6 +29,7 @@ from tuner.service.workers import BEAT_SECONDS
 if TYPE_CHECKING:
     from studies.contract import TrialRecord
     from tuner.measuring.clock import PriceList
+    from tuner.review.document import SearchResult
 
 OUTAGES = (StorageOutageError, TrackingOutageError, sa.exc.OperationalError)
 """Errors after which the same search may go on later."""
@@ -225,27 +226,31 @@ def run_job(
         profile=whole.out.read_text(encoding="utf-8"),
         files=list(found.profile.draft.files),
         claims_speedup=measured is not None,
-        rows=[_row(row) for row in found.rows],
-        report=_report(found.rows, found.comparison),
+        rows=_rows(found),
+        report=_report(found),
         mlflow_run=found.profile.provenance.mlflow_run_id,
     )
 
 
-def _row(row: Any) -> TableRow:
-    if row.measurement is None:
-        return TableRow(label=row.label, description=row.description)
-    interval = row.measurement.speedup_interval()
-    low, high = interval.ci95
-    return TableRow(label=row.label, description=row.description, speedup=interval.value, low=low, high=high)
+def _rows(found: SearchResult) -> list[TableRow]:
+    from tuner.review.tables import PLAIN_DESCRIPTION, PLAIN_LABEL, description
+
+    rows = [TableRow(label=PLAIN_LABEL, description=PLAIN_DESCRIPTION)]
+    for each in found.rivals:
+        interval = each.measurement.speedup_interval()
+        low, high = interval.ci95
+        words = description(each, found.winner)
+        rows.append(TableRow(label=each.label, description=words, speedup=interval.value, low=low, high=high))
+    return rows
 
 
-def _report(rows: Any, comparison: Any) -> str:
+def _report(found: SearchResult) -> str:
     import io
 
     from rich.console import Console
 
-    from tuner.search.held_out import results_table
+    from tuner.review.tables import results_table
 
     text = io.StringIO()
-    Console(width=110, color_system=None, file=text).print(results_table(rows, comparison))
+    Console(width=110, color_system=None, file=text).print(results_table(found))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"

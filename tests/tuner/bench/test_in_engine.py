@@ -17,7 +17,7 @@ from tests.support.refusals import refused
 from tests.support.tiny import write_tiny_prompts
 from tuner.cli.main import main
 from tuner.errors import ConfigError
-from tuner.review.bench_figures import read_comparison
+from tuner.review.document import read_comparison
 
 Bench = Callable[..., Result]
 

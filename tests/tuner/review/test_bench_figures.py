@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.reviews import review
 from tuner.errors import ConfigError
-from tuner.review.bench_figures import read_comparison
+from tuner.review.document import read_comparison
 from tuner.review.verdict import verdict
 
 

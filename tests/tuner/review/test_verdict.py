@@ -12,10 +12,10 @@ from studies.contract import TrialState
 from tests.support.measured import measured
 from tests.support.records import measurement, record, sample
 from tests.support.reviews import QUIET, review, stock
-from tuner.review.document import SearchReview, TextPair
+from tuner.review.document import SearchResult, TextPair
 from tuner.review.markdown import MOST_NAME, search_note, texts_page, trial_note, trial_run_name
 from tuner.review.page import report_page
-from tuner.review.tables import held_out_csv, race_csv
+from tuner.review.tables import samples_csv
 from tuner.review.verdict import Shipping, shipping, verdict
 
 
@@ -140,12 +140,12 @@ def test_texts_are_quoted_side_by_side() -> None:
 
 def test_samples_are_tables_with_a_line_per_prompt() -> None:
     made = review()
-    rows = list(csv.DictReader(held_out_csv(made).splitlines()))
+    rows = list(csv.DictReader(samples_csv(made.rivals).splitlines()))
     assert len(rows) == 30
     assert float(rows[0]["speedup"]) == pytest.approx(1.3)
-    assert len(list(csv.DictReader(race_csv(made).splitlines()))) == 2
+    assert len(list(csv.DictReader(samples_csv(made.race).splitlines()))) == 2
 
 
 def test_the_document_survives_json() -> None:
     made = review(comparison=stock(hf=1.6))
-    assert SearchReview.model_validate_json(made.model_dump_json(by_alias=True)) == made
+    assert SearchResult.model_validate_json(made.model_dump_json(by_alias=True)) == made

@@ -29,7 +29,7 @@ from tests.support.costs import made_up_costs
 from tests.support.stored_trials import stored_records
 from tests.support.toy_kind import TOY, Cycle
 from tuner.cli.main import main
-from tuner.search.report import trials_csv
+from tuner.review.tables import trials_csv
 
 PROMPTS = ((3, 9, 27, 14, 42, 5), (8, 2, 2, 31), (50, 17, 33, 4))
 

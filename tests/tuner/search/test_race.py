@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from studies.contract import Candidate
+from studies.contract import Candidate, TrialRecord
 from studies.measurement import PromptSample
 from tests.support.benches import Answer, ScriptedBench, first_block
 from tests.support.records import record, sample
-from tuner.search.race import MOST_PASSES, race
+from tuner.progress import Unwatched
+from tuner.review.document import MeasuredCandidate
+from tuner.search.race import MOST_PASSES, race, shortlist, unseen_by_trials
 
 Speed = Callable[[int], float]
 """Speed-up by first skipped block."""
@@ -38,79 +40,78 @@ def scattered(speed: Speed, scatter: float) -> Answer:
     return answer
 
 
-def test_the_fastest_wins_whatever_its_trial_said() -> None:
-    trials = [record(2.0, blocks=(1,)), record(1.1, blocks=(2,), number=1)]
-    ranking = race(trials, ScriptedBench(steady(lambda block: 1.0 + block / 100)), range(12))
-    assert [finalist.trial.number for finalist in ranking] == [1, 0]
+def racing(*blocks: int) -> list[TrialRecord]:
+    """Trials that skip these blocks, numbered by them."""
+    return [record(blocks=(block,), number=block) for block in blocks]
+
+
+def numbers(ranking: list[MeasuredCandidate]) -> list[int]:
+    return [int(each.trial.rpartition("/")[2]) for each in ranking]
+
+
+def samples(ranking: list[MeasuredCandidate]) -> list[int]:
+    return [len(each.measurement.samples) for each in ranking]
+
+
+def test_the_best_of_all_and_of_each_study_race_on_unseen_prompts_and_the_fastest_wins() -> None:
+    trials = [*(record(1.6 - block / 10, blocks=(block,), number=block) for block in (1, 2, 3))]
+    trials.append(record(1.1, blocks=(4,), number=4, study="exit_layer"))
+    assert [each.number for each in shortlist(trials, ["conf_layers", "exit_layer"], 2)] == [1, 2, 4]
+    assert [each.number for each in shortlist(trials, [], 2, {trials[2].candidate.key: 9.0})] == [3, 1]
+    assert shortlist([record(None)], ["conf_layers"], 2) == []
+    assert list(unseen_by_trials(range(8), 2)) == list(range(2, 8))
+    assert list(unseen_by_trials(range(2), 2)) == [0, 1], "trials on all prompts leave all to the race"
+    bench = ScriptedBench(steady(lambda block: 1.0 + block / 100))
+    assert numbers(race(trials[:2], bench, range(6), Unwatched()))[0] == 2, "whatever its trial said"
+    assert bench.blocks_measured[:4] == [(1, (0, 1, 2, 3)), (2, (0, 1, 2, 3)), (1, (4, 5)), (2, (4, 5))], "in turn"
 
 
 def test_clearly_slower_finalists_drop_out_and_rank_last() -> None:
     bench = ScriptedBench(steady(lambda block: {1: 1.5, 2: 1.4, 3: 0.5}[block]))
-    trials = [record(blocks=(block,), number=block) for block in (3, 1, 2)]
-    ranking = race(trials, bench, range(24))
-    assert ranking[0].trial.number == 1
-    assert ranking[-1].trial.number == 3
-    assert len(ranking[-1].measurement.samples) < 24
-    assert len(ranking[0].measurement.samples) == 24
-
-
-def test_all_finalists_run_the_same_prompts_in_turn() -> None:
-    bench = ScriptedBench(steady(lambda block: 1.2))
-    race([record(blocks=(1,)), record(blocks=(2,))], bench, range(6))
-    assert bench.blocks_measured[:4] == [(1, (0, 1, 2, 3)), (2, (0, 1, 2, 3)), (1, (4, 5)), (2, (4, 5))]
+    ranking = race(racing(3, 1, 2), bench, range(24), Unwatched())
+    assert (numbers(ranking)[0], numbers(ranking)[-1]) == (1, 3)
+    assert samples(ranking)[0] == 24 > samples(ranking)[-1]
 
 
 def test_no_pass_reports_more_than_its_total() -> None:
-    passes: list[tuple[int, int]] = []
-    done: list[int] = []
+    class Counted(Unwatched):
+        def __init__(self) -> None:
+            self.totals: list[int | None] = []
+            self.done = 0
 
-    def begin(number: int, total: int) -> None:
-        assert number == len(passes) + 1
-        passes.append((sum(done), total))
+        def stage(self, name: str, total: int | None = None) -> None:
+            assert self.done == 12 * len(self.totals)
+            self.totals.append(total)
 
-    trials = [record(blocks=(block,), number=block) for block in (1, 2)]
-    race(trials, ScriptedBench(steady(lambda block: 1.2)), range(6), begin, done.append)
-    assert passes == [(12 * number, 12) for number in range(MOST_PASSES)], "six prompts tell nobody apart"
-    assert sum(done) == 12 * MOST_PASSES
+        def advance(self, steps: int = 1) -> None:
+            self.done += steps
+
+    progress = Counted()
+    race(racing(1, 2), ScriptedBench(steady(lambda block: 1.2)), range(6), progress)
+    assert progress.totals == [12] * MOST_PASSES, "six prompts tell nobody apart"
 
 
-def _passes(speed: Callable[[int], float], scatter: float) -> tuple[list[int], int]:
-    """The ranking by block, and how often the winner has gone over the prompts."""
-    bench = ScriptedBench(scattered(speed, scatter))
-    ranking = race([record(blocks=(1,)), record(blocks=(2,), number=1)], bench, range(16))
-    return [each.trial.number for each in ranking], -(-len(ranking[0].measurement.samples) // 16)
+def _passes(speed: Callable[[int], float], scatter: float) -> tuple[int, int]:
+    """The winner's block, and how often it has gone over the prompts."""
+    ranking = race(racing(1, 2), ScriptedBench(scattered(speed, scatter)), range(16), Unwatched())
+    return numbers(ranking)[0], -(-samples(ranking)[0] // 16)
 
 
 def test_near_equals_go_over_the_prompts_again_until_told_apart() -> None:
-    ranking, passes = _passes(lambda block: 1.0 + 0.02 * block, 0.04)
+    winner, passes = _passes(lambda block: 1.0 + 0.02 * block, 0.04)
     assert passes > 1, "one pass leaves the two within each other's noise"
-    assert ranking[0] == 1
+    assert winner == 2
     assert _passes(lambda block: 1.0 + 0.3 * block, 0.04)[1] == 1
-
-
-def test_finalists_that_are_alike_need_not_be_told_apart() -> None:
-    assert _passes(lambda block: 1.5 / (1 + 1e-4 * block), 0.002)[1] == 1
-
-
-def test_a_single_finalist_wins() -> None:
-    (only,) = race([record()], ScriptedBench(steady(lambda block: 1.2)), range(4))
-    assert len(only.measurement.samples) == 4
+    assert _passes(lambda block: 1.5 / (1 + 1e-4 * block), 0.002)[1] == 1, "those that are alike need not be"
+    assert samples(race(racing(1), ScriptedBench(steady(lambda block: 1.2)), range(4), Unwatched())) == [4]
 
 
 def test_a_finalist_with_wrong_output_is_out_whatever_its_speed() -> None:
     # The first candidate changes the tokens of the second lap.
     speed = {1: 9.0, 2: 1.2, 3: 0.5}
     bench = ScriptedBench(steady(lambda block: speed[block], is_identical=lambda block, index: block != 1 or index < 4))
-    trials = [record(blocks=(block,), number=block) for block in (1, 2, 3)]
-    ranking = race(trials, bench, range(24))
-    assert [finalist.trial.number for finalist in ranking] == [2, 3, 1]
-    assert len(ranking[-1].measurement.samples) == 8
-
-
-def test_a_race_without_an_exact_finalist_ends_with_those_that_fell() -> None:
-    ranking = race(
-        [record(blocks=(1,)), record(blocks=(2,))],
-        ScriptedBench(steady(lambda block: 2.0, is_identical=lambda block, index: False)),
-        range(12),
-    )
-    assert [len(finalist.measurement.samples) for finalist in ranking] == [4, 4]
+    ranking = race(racing(1, 2, 3), bench, range(24), Unwatched())
+    assert numbers(ranking) == [2, 3, 1]
+    assert samples(ranking)[-1] == 8
+    wrong = ScriptedBench(steady(lambda block: 2.0, is_identical=lambda block, index: False))
+    assert samples(race(racing(1, 2), wrong, range(12), Unwatched())) == [4, 4], "it ends with those that fell"

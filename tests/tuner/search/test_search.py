@@ -22,17 +22,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from decoding.deploy import load_decoder
 from decoding.profile import DraftProfile
 from studies.contract import Candidate, TrialRecord
-from studies.measurement import Measurement
 from tests.support.benches import charge, per_token
 from tests.support.commands import SearchCommand
 from tests.support.paths import ROOT
 from tests.support.stored_trials import stored_records
 from tuner.cli.main import main
 from tuner.measuring.paired import Bench
-from tuner.review.document import SearchReview
-from tuner.search import run as whole_search
-from tuner.search.decision import Confirmed
-from tuner.search.race import Finalist
+from tuner.review.document import SearchResult
+from tuner.search import decision
 
 
 @pytest.fixture
@@ -139,8 +136,6 @@ def _check_mlflow(workplace: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {
         "profile.yaml",
         "trials.csv",
-        "skipped_layers.png",
-        "speedup.png",
         "held_out.csv",
         "race.csv",
         "texts.md",
@@ -155,7 +150,7 @@ def _check_mlflow(workplace: Path) -> None:
     assert made.exit_code == 0, made.output
     assert Path("r.html").read_text() == (folder / "report.html").read_text()
     Path("r.html").unlink()
-    review = SearchReview.model_validate_json((folder / "search.json").read_text())
+    review = SearchResult.model_validate_json((folder / "search.json").read_text())
     assert review.run_id == parent.info.run_id
     assert [text.identical for text in review.texts] == [True, True, True]
     assert review.texts[0].drafted == review.texts[0].plain
@@ -164,8 +159,7 @@ def _check_mlflow(workplace: Path) -> None:
         ("profile", "hf", "hf-prompt-lookup"), (4, 4)
     )
     samples = list(csv.DictReader((folder / "held_out.csv").read_text().splitlines()))
-    assert [sample["prompt"] for sample in samples if sample["trial"] == review.winner] == ["0", "1", "2", "3"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.glob("*.png"))
+    assert [sample["prompt"] for sample in samples if sample["trial"] == review.winner.trial] == ["0", "1", "2", "3"]
     rows = list(csv.DictReader((folder / "trials.csv").read_text().splitlines()))
     assert len(rows) == len(nested)
     assert sorted(path.suffix for path in workplace.iterdir()) == [".db", ".lock", ".yaml"]
@@ -207,10 +201,8 @@ def test_other_settings_without_another_trial_neither_race_nor_measure_again(
 ) -> None:
     assert run_search(study="conf_layers").exit_code == 0
     first = DraftProfile.load("profile.yaml")
-    monkeypatch.setattr("tuner.search.run.race_best", lambda *_, **__: pytest.fail("the finalists race again"))
-    monkeypatch.setattr(
-        "tuner.search.decision._Samples.measure", lambda *_: pytest.fail("held-out prompts are decoded")
-    )
+    monkeypatch.setattr("tuner.search.run.race", lambda *_, **__: pytest.fail("the finalists race again"))
+    monkeypatch.setattr("tuner.search.decision._measured", lambda *_: pytest.fail("held-out prompts are decoded"))
     for timeout in ("20m", "30m"):
         again = run_search(study="conf_layers", timeout=timeout)
         assert again.exit_code == 0, again.output
@@ -227,19 +219,13 @@ def test_a_search_that_goes_on_pools_its_confirmations_and_counts_its_winners(
     run_search: SearchCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[tuple[str, int]] = []
-    confirm = whole_search.confirm
+    decode = decision._measured
 
-    def watched(finalists: list[Finalist], records: Any, bench: Bench, *rest: Any, **options: Any) -> list[Confirmed]:
-        measure = bench.measure
+    def watched(bench: Bench, candidate: Candidate, indices: Sequence[int], *rest: Any) -> Any:
+        measured.extend((candidate.key, index) for index in indices)
+        return decode(bench, candidate, indices, *rest)
 
-        def noted(candidate: Candidate, indices: Sequence[int], **more: Any) -> Measurement:
-            measured.extend((candidate.key, index) for index in indices)
-            return measure(candidate, indices, **more)
-
-        monkeypatch.setattr(bench, "measure", noted)
-        return confirm(finalists, records, bench, *rest, **options)
-
-    monkeypatch.setattr(whole_search, "confirm", watched)
+    monkeypatch.setattr(decision, "_measured", watched)
     for trials in ("2", "3", "4"):
         result = run_search(study="conf_layers", trials=trials)
         assert result.exit_code == 0, result.output

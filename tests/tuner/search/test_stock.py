@@ -16,7 +16,8 @@ from tests.support.tiny import tiny_llama
 from tuner.measuring.generation import ONE_SEQUENCE, StockGeneration
 from tuner.measuring.paired import Bench
 from tuner.progress import Unwatched
-from tuner.search.stock import StockOutcome, compare_with_stock, spread
+from tuner.review.document import StockComparison
+from tuner.search.stock import compare_with_stock, spread
 
 PROMPTS = [tuple((seed * 11 + index * 5) % 60 + 2 for index in range(6 + seed)) for seed in range(4)]
 DRAFT = Candidate(draft=LayerSkip.blocks((4,)), draft_length=Fixed(max_tokens=2))
@@ -27,7 +28,7 @@ def held_out() -> Bench:
     return bench_on(Target(tiny_llama()), PROMPTS, max_new_tokens=10)
 
 
-def compared(bench: Bench, profile: Candidate | None = DRAFT, count: int = 3, times: int = 99) -> StockOutcome:
+def compared(bench: Bench, profile: Candidate | None = DRAFT, count: int = 3, times: int = 99) -> StockComparison | str:
     """Compare on `count` samples, of which time allows `times`."""
     task = cast("Any", SimpleNamespace(loaded=SimpleNamespace(model=bench.target.model), target=bench.target))
     left = iter(range(times))
@@ -35,8 +36,8 @@ def compared(bench: Bench, profile: Candidate | None = DRAFT, count: int = 3, ti
 
 
 def test_all_contenders_write_the_text_of_plain_decoding(held_out: Bench) -> None:
-    found = compared(held_out).comparison
-    assert found is not None
+    found = compared(held_out)
+    assert isinstance(found, StockComparison)
     assert found.num_prompts == 3
     assert {name: (each.texts, each.identical) for name, each in found.contenders.items()} == dict.fromkeys(
         ("profile", "hf", "hf-prompt-lookup"), (3, 3)
@@ -51,19 +52,19 @@ def test_all_contenders_write_the_text_of_plain_decoding(held_out: Bench) -> Non
 
 
 def test_a_profile_that_decodes_plainly_is_compared_by_plain_decoding(held_out: Bench) -> None:
-    found = compared(held_out, None, 2).comparison
-    assert found is not None
+    found = compared(held_out, None, 2)
+    assert isinstance(found, StockComparison)
     assert list(found.contenders) == ["hf", "hf-prompt-lookup"]
     hf = found.contenders["hf"]
     assert hf.profile_over_it.value == pytest.approx(1 / hf.over_plain.value)
 
 
 def test_time_ends_the_comparison(held_out: Bench) -> None:
-    cut = compared(held_out, count=4, times=2).comparison
-    assert cut is not None
+    cut = compared(held_out, count=4, times=2)
+    assert isinstance(cut, StockComparison)
     assert cut.num_prompts == 2
-    assert "too few prompts" in str(compared(held_out, times=1).reason)
-    assert "no time was left" in str(compared(held_out, count=0).reason)
+    assert "too few prompts" in str(compared(held_out, times=1))
+    assert "no time was left" in str(compared(held_out, count=0))
 
 
 def test_a_contender_that_fails_is_left_out_with_the_reason(held_out: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,13 +73,12 @@ def test_a_contender_that_fails_is_left_out_with_the_reason(held_out: Bench, mon
 
     monkeypatch.setattr(StockGeneration, "decode", fail)
     outcome = compared(held_out, count=2)
-    assert outcome.comparison is None
-    assert "hf: RuntimeError: not on this model" in str(outcome.reason)
+    assert "hf: RuntimeError: not on this model" in str(outcome)
 
 
 def test_batches_leave_out_prompt_lookup() -> None:
-    found = compared(bench_on(Target(tiny_llama()), PROMPTS, max_new_tokens=10, batch_size=2), count=2).comparison
-    assert found is not None
+    found = compared(bench_on(Target(tiny_llama()), PROMPTS, max_new_tokens=10, batch_size=2), count=2)
+    assert isinstance(found, StockComparison)
     assert found.left_out == {"hf-prompt-lookup": ONE_SEQUENCE}
     assert (found.num_prompts, found.contenders["hf"].identical) == (4, 4)
 

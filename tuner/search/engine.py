@@ -1,28 +1,44 @@
-"""The heat of a search that deploys to an engine: a few prompts in the engine decide which candidates race there.
+"""A search that deploys to an engine: trials in this process by the engine's rules; heat, race and confirmation in the engine.
 
-Drafts come from trials in this process, which choose them by the engine's rules. What its passes cost is not known before, so
-each draft model also enters with other lengths. The engine's own lookups enter in any case. The first of them that are measured
-tell what drafting costs, and then plain texts predict all of them (`tuner.engines.lookup_replay`).
+Trials choose the drafts. What the engine's passes cost is not known before, so in the heat, on a few prompts, each draft model
+enters with other lengths too, and the engine's own lookups in any case. The first of these that are measured tell what drafting
+costs, and then plain texts predict all of them (`tuner.engines.lookup_replay`).
 """
 
 from __future__ import annotations
 
+import shlex
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from decoding.profile import EngineFacts
 from studies.contract import ORIGIN, Candidate, TrialRecord, TrialState
-from tuner.engines.candidates import other_lengths, own_lookups, predictable_lookups
+from tuner.engines.bench import EngineBench, EngineServers
+from tuner.engines.candidates import CandidateExports, EngineRules, other_lengths, own_lookups, predictable_lookups
+from tuner.engines.contract import ServerSettings, find_engine
 from tuner.engines.lookup_replay import LookupPrices, lookup_prices, replay_lookup
-from tuner.errors import EngineError, ExportError
+from tuner.errors import ConfigError, EngineError, ExportError
+from tuner.export.engines.registry import load_engine
+from tuner.export.run import model_folder_of
+from tuner.results import public_name
 
 if TYPE_CHECKING:
+    from decoding.profile import TargetIdentity
     from studies.measurement import Measurement
-    from tuner.engines.bench import EngineBench
-    from tuner.engines.candidates import EngineRules
+    from tuner.config import SearchConfig
     from tuner.engines.contract import EngineProgram
+    from tuner.inputs.models import Loaded
+    from tuner.measuring.paired import Bench
+    from tuner.measuring.turns import Measuring, OnSample
     from tuner.progress import Progress
+    from tuner.search.task import Task
 
+ROOM = 72
+"""Positions beyond the longest text: of the longest draft or copy, and a few."""
 HEAT = 2
 """Prompts of the heat: a sample of each order, plain first and draft first."""
 HOPELESS = 0.9
@@ -33,12 +49,139 @@ MOST_LOOKUPS = 1
 """Lookups that race where their speed-ups are predicted: those predictions know more texts than the race, and no noise."""
 
 
-def least_candidates(program: EngineProgram) -> int:
-    """Return the number of candidates for which a search has time at least: the engine's own lookups and the best draft.
+@dataclass(frozen=True)
+class Deployment:
+    """The engine of a search, and what it can run."""
+
+    program: EngineProgram
+    rules: EngineRules
+
+
+def deployment_of(config: SearchConfig, loaded: Loaded, identity: TargetIdentity) -> Deployment | None:
+    """Return the deployment of a search, None for one that stays in this process; raise `EngineError` if it is not installed."""
+    if config.deploy_to is None:
+        return None
+    program = find_engine(config.deploy_to, config.engine_home)
+    folder = model_folder_of(loaded.name, loaded.revision)
+    return Deployment(program, EngineRules(config.deploy_to, identity, loaded.model.config, model=str(folder)))
+
+
+def restricted(config: SearchConfig) -> SearchConfig:
+    """Return the configuration of a search whose candidates the engine of `deploy_to` can run.
+
+    Raises `ConfigError` for a study's settings that exclude what the engine runs.
+    """
+    if config.deploy_to is None:
+        return config
+    engine = load_engine(config.deploy_to)
+    studies = dict(config.studies)
+    for name in config.study:
+        try:
+            changes = config.study_settings(name).for_engine(engine.rules, quantises=engine.quantises)
+        except ValueError as cause:
+            raise ConfigError(f"studies.{name}: {cause}") from None
+        studies[name] = {**studies.get(name, {}), **changes}
+    return config.model_copy(update={"studies": studies, "prefix_reuse": False})
+
+
+class RuledBench:
+    """A bench that measures only what an engine runs as it is; see `Measuring`."""
+
+    def __init__(self, bench: Measuring, rules: EngineRules) -> None:
+        self._bench, self._rules = bench, rules
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """Indices of the measurable prompts."""
+        return self._bench.indices
+
+    def measure(
+        self, candidate: Candidate, indices: Sequence[int], on_sample: OnSample = lambda sample: None
+    ) -> Measurement:
+        """Measure a candidate at these indices; raise `ExportError` for one that the engine runs otherwise or not at all."""
+        self._rules.check(candidate)
+        return self._bench.measure(candidate, indices, on_sample)
+
+    def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:
+        """Return the candidate with its rule warmed up; see `measure`."""
+        self._rules.check(candidate)
+        return self._bench.warm_up_rule(candidate, indices)
+
+
+def heat_seconds(program: EngineProgram, pair_seconds: float) -> float:
+    """Return the seconds of the shortest heat, where a sample takes `pair_seconds`: the engine's own lookups and the best draft.
 
     What is predicted from them is measured if time is left.
     """
-    return (len(own_lookups()) if program.starts_at_once else 1) + 1
+    least = (len(own_lookups()) if program.starts_at_once else 1) + 1
+    start = program.usual_start_seconds
+    return start + least * (start + pair_seconds * HEAT)
+
+
+@dataclass(frozen=True)
+class EngineArena:
+    """The engine of a search with its servers, which measure race and confirmation."""
+
+    task: Task
+    servers: EngineServers
+    version: str
+    progress: Progress
+
+    def bench(self, bench: Bench) -> EngineBench:
+        """Return the prompts of `bench`, measured in the engine."""
+        return EngineBench(self.servers, bench, self.task.target)
+
+    def shortlist(
+        self,
+        best: Sequence[TrialRecord],
+        indices: Sequence[int],
+        count: int,
+        bench: Bench,
+        may_go_on: Callable[[], bool],
+    ) -> list[TrialRecord]:
+        """Return up to `count` candidates to race; see `Heat`. Raises `EngineError` if the engine runs none of them."""
+        heat = Heat(self.servers.program, self.servers.exports.rules, self.bench(bench), self.progress)
+        heat.run(best, indices, may_go_on)
+        return heat.entrants(count)
+
+    def facts(self, candidate: Candidate | None) -> EngineFacts:
+        """Return the engine with the command of a candidate, or of plain decoding."""
+        words = [public_name(word) for word in self.servers.command(candidate)]
+        return EngineFacts(name=self.servers.program.title, version=self.version, command=shlex.join(words))
+
+
+@contextmanager
+def arena(task: Task, bench: Bench, progress: Progress) -> Iterator[EngineArena | None]:
+    """Open the engine that the search deploys to, or yield None if it stays in this process. Its servers end with the context.
+
+    `bench` has the tuning prompts. Raises `EngineError` for an engine that does not run, before anything is raced.
+    """
+    deployment = task.deployment
+    if deployment is None:
+        yield None
+        return
+    program = deployment.program
+    version = program.version()
+    with tempfile.TemporaryDirectory(prefix="sdtune-engine-") as folder:
+        out, logs = Path(folder) / "export", Path(folder) / "logs"
+        out.mkdir()
+        logs.mkdir()
+        progress.stage(f"files for {program.title}")
+        exports = CandidateExports(program, deployment.rules, task.loaded, task.config.heads, out)
+        for remark in exports.remarks:
+            progress.say(remark)
+        with EngineServers(program, exports, _settings(task), logs, bench.prompts[0]) as servers:
+            yield EngineArena(task, servers, version, progress)
+
+
+def _settings(task: Task) -> ServerSettings:
+    longest = max(len(each.token_ids) for each in (*task.prompts.tuning, *task.prompts.held_out))
+    wanted, limit = longest + task.config.max_new_tokens + ROOM, task.target.context_length
+    return ServerSettings(
+        context=wanted if limit is None else min(wanted, limit),
+        threads=task.config.threads,
+        arguments=tuple(shlex.split(task.config.engine_args or "")),
+    )
 
 
 @dataclass
@@ -102,12 +245,12 @@ class Heat:
 
     def _drafts(self, best: Sequence[TrialRecord]) -> list[TrialRecord]:
         """Return the drafts of the trials as the engine runs them, each once."""
-        as_run = [
-            record.model_copy(update={"candidate": self.rules.as_run(record.candidate)})
-            for record in best
-            if record.candidate.draft.drafts
-        ]
-        return list({record.candidate.key: record for record in reversed(as_run)}.values())[::-1]
+        found: dict[str, TrialRecord] = {}
+        for record in best:
+            if record.candidate.draft.drafts:
+                as_run = self.rules.as_run(record.candidate)
+                found.setdefault(as_run.key, record.model_copy(update={"candidate": as_run}))
+        return list(found.values())
 
     def _own_lookups(self) -> list[TrialRecord]:
         """Return the engine's own lookups that are measured in any case; one where a server takes long to start."""
