@@ -40,7 +40,6 @@ import optuna
 import sqlalchemy as sa
 import torch
 import uvicorn
-from tuner.search.finished import write_stored
 
 from benchmarks.postgres import postgres
 from benchmarks.results import show, write
@@ -62,6 +61,7 @@ from tuner.config import SearchConfig
 from tuner.errors import SearchError
 from tuner.progress import Unwatched
 from tuner.search import several
+from tuner.search.outcome import write_stored
 from tuner.service.admission import OF_THE_SERVICE, Allowed
 from tuner.service.app import ServiceSettings, create_service
 from tuner.service.client import ServiceClient
