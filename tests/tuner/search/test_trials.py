@@ -20,7 +20,7 @@ from tests.support.scripted import Scripted
 from tests.support.stored_trials import stored_trials
 from tuner.errors import ExportError
 from tuner.search.budget import Budget, TrialTime
-from tuner.search.deployment import RuledBench
+from tuner.search.engine import RuledBench
 from tuner.search.objective import NUM_WARM_UP, Trials
 from tuner.search.storage import StudyStore, sqlite_url
 from tuner.stage_clock import StageClock
@@ -212,7 +212,9 @@ def test_what_an_engine_does_not_run_is_a_failed_trial_that_says_so(tmp_path: Pa
 
 def test_no_trial_begins_when_the_seconds_are_spent(tmp_path: Path) -> None:
     bench = ScriptedBench(_by_first_block)
-    limit = TrialTime(Budget(10.0, StageClock(), spent_before=10.0), 0.0, 0.0, 1.0, has_result=lambda: True)
+    limit = TrialTime(
+        Budget(10.0, StageClock(), spent_before=10.0, plain=1.0, of_trial=1), 0.0, has_result=lambda: True
+    )
     records, ended, _ = _run(tmp_path, [[3]], bench, limit=limit)
     assert records == []
     assert ended == "its share of the search time is spent"
