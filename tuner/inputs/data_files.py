@@ -145,7 +145,8 @@ def _read(order: Order) -> tuple[Any, str | None]:
     for name, feature in rows.info.features.items():
         _as_stored(feature, f"the column {name!r} of the dataset {order['location']}")
     if order["filter"] is not None:
-        rows = _matching(rows, *order["filter"], order["name"])
+        column, values = order["filter"]
+        rows = _matching(rows, column, values, order["name"])
     return rows, split
 
 
