@@ -12,7 +12,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
@@ -24,8 +23,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from decoding.errors import UnsupportedRequestError
-from decoding.serving.protocol import ChatBody, CompletionBody, GenerationBody
-from decoding.serving.refusals import refusal
+from decoding.serving.protocol import ChatBody, CompletionBody, GenerationBody, refusal
 from decoding.serving.service import Answer, Piece, RequestFailedError, Service
 from decoding.serving.waiting_room import WaitingRoomFullError
 
@@ -62,7 +60,6 @@ def create_app(
     *,
     api_key: str | None = None,
     hosts: Sequence[str] = ("*",),
-    max_body_bytes: int = MAX_BODY_BYTES,
 ) -> ASGIApp:
     """Return the application. With an `api_key` all paths but /health and /metrics need it as a bearer token.
 
@@ -81,7 +78,7 @@ def create_app(
 
     # Without documentation pages, which would load scripts from elsewhere.
     app = FastAPI(
-        title="sdtune", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, max_body_size=max_body_bytes
+        title="sdtune", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, max_body_size=MAX_BODY_BYTES
     )
     _answer_errors(app)
     guarded = [Depends(_key_check(api_key))]
@@ -108,19 +105,19 @@ def create_app(
     async def completions(body: CompletionBody, request: Request) -> Response:
         _check_model(service, body.model)
         prompts = [await service.prompt(body, prompt) for prompt in body.prompts]
-        return await _respond(service, request, body, prompts, CompletionFormat("text_completion", "cmpl"))
+        return await _respond(service, request, body, prompts)
 
     @app.post("/v1/chat/completions", dependencies=guarded)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         _check_model(service, body.model)
         prompt = await service.chat_prompt(body)
-        return await _respond(service, request, body, [prompt], ChatFormat("chat.completion", "chatcmpl"))
+        return await _respond(service, request, body, [prompt])
 
     return PlainErrors(
         TrustedHostMiddleware(app, list(hosts), www_redirect=False),
         {
             400: ApiError(400, "unknown host name in the Host header: the server can allow it by --allowed-host"),
-            413: ApiError(413, f"the body is longer than {max_body_bytes} bytes", code="body_too_long"),
+            413: ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes", code="body_too_long"),
             500: ApiError(500, "the server has failed: its log has the error", kind="server_error"),
         },
     )
@@ -180,29 +177,18 @@ def _model_card(service: Service) -> dict[str, Any]:
 def _answer_errors(app: FastAPI) -> None:
     """Turn every error into OpenAI's error object."""
 
-    @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> Response:
-        return error.response
+    def answering(answer: Callable[[Any], ApiError]) -> Callable[[Request, Exception], Awaitable[Response]]:
+        async def handle(_: Request, error: Exception) -> Response:
+            return answer(error).response
 
-    @app.exception_handler(UnsupportedRequestError)
-    async def unsupported(_: Request, error: UnsupportedRequestError) -> Response:
-        return ApiError(400, str(error)).response
+        return handle
 
-    @app.exception_handler(WaitingRoomFullError)
-    async def full(_: Request, error: WaitingRoomFullError) -> Response:
-        return ApiError(503 if error.is_closed else 429, str(error), kind="overloaded_error").response
+    for error, answer in ANSWERS.items():
+        app.add_exception_handler(error, answering(answer))
 
-    @app.exception_handler(RequestFailedError)
-    async def failed(_: Request, error: RequestFailedError) -> Response:
-        return _failure(error).response
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return _validation(error).response
-
-    @app.exception_handler(StarletteHTTPException)
-    async def http(_: Request, error: StarletteHTTPException) -> Response:
-        return ApiError(error.status_code, str(error.detail)).response
+def _full(error: WaitingRoomFullError) -> ApiError:
+    return ApiError(503 if error.is_closed else 429, str(error), kind="overloaded_error")
 
 
 def _failure(error: RequestFailedError) -> ApiError:
@@ -214,56 +200,36 @@ def _validation(error: RequestValidationError) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
-@dataclass(frozen=True)
-class CompletionFormat:
-    """The objects of `/v1/completions`."""
-
-    kind: str
-    prefix: str
-
-    @property
-    def chunk_kind(self) -> str:
-        return self.kind
-
-    def choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
-
-    def first_delta(self, index: int) -> dict[str, Any] | None:
-        """Return the choice of the chunk before the text, or None."""
-        return None
-
-    def delta(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        return self.choice(index, text, reason)
+ANSWERS: dict[type[Exception], Callable[[Any], ApiError]] = {
+    ApiError: lambda error: error,
+    UnsupportedRequestError: lambda error: ApiError(400, str(error)),
+    WaitingRoomFullError: _full,
+    RequestFailedError: _failure,
+    RequestValidationError: _validation,
+    StarletteHTTPException: lambda error: ApiError(error.status_code, str(error.detail)),
+}
 
 
-class ChatFormat(CompletionFormat):
-    """The objects of `/v1/chat/completions`."""
+def _choice(body: GenerationBody, index: int, text: str, reason: str | None) -> dict[str, Any]:
+    shown = {"message": {"role": "assistant", "content": text}} if isinstance(body, ChatBody) else {"text": text}
+    return {"index": index, **shown, "logprobs": None, "finish_reason": reason}
 
-    @property
-    def chunk_kind(self) -> str:
-        return f"{self.kind}.chunk"
 
-    def choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
+def _chunk(body: GenerationBody, index: int, text: str, reason: str | None) -> dict[str, Any]:
+    if isinstance(body, ChatBody):
+        return _delta(index, {"content": text} if text else {}, reason)
+    return _choice(body, index, text, reason)
 
-    def first_delta(self, index: int) -> dict[str, Any] | None:
-        return self._delta(index, {"role": "assistant", "content": ""}, None)
 
-    def delta(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        return self._delta(index, {"content": text} if text else {}, reason)
-
-    def _delta(self, index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+def _delta(index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
 
 async def _respond(
-    service: Service,
-    request: Request,
-    body: GenerationBody,
-    prompts: Sequence[Sequence[int]],
-    shape: CompletionFormat,
+    service: Service, request: Request, body: GenerationBody, prompts: Sequence[Sequence[int]]
 ) -> Response:
+    is_chat = isinstance(body, ChatBody)
+    kind, prefix = ("chat.completion", "chatcmpl") if is_chat else ("text_completion", "cmpl")
     requests = [service.request(body, prompt, index) for index, prompt in enumerate(prompts)]
     answers: list[Answer] = []
     try:
@@ -274,17 +240,18 @@ async def _respond(
             answer.cancel()
         raise
     num_prompt = sum(map(len, prompts))
-    head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model.name}
+    head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model.name}
     if body.stream:
-        events = _stream({**head, "object": shape.chunk_kind}, body, answers, num_prompt, shape)
+        head["object"] = f"{kind}.chunk" if is_chat else kind
+        events = _stream(head, body, answers, num_prompt)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
     wholes = await _unless_gone(request, answers)
     choices = [
-        shape.choice(index, "".join(piece.text for piece in pieces), pieces[-1].finish_reason)
+        _choice(body, index, "".join(piece.text for piece in pieces), pieces[-1].finish_reason)
         for index, pieces in enumerate(wholes)
     ]
     usage = _usage(num_prompt, sum(pieces[-1].num_tokens for pieces in wholes))
-    return JSONResponse({**head, "object": shape.kind, "choices": choices, "usage": usage})
+    return JSONResponse({**head, "object": kind, "choices": choices, "usage": usage})
 
 
 def _usage(num_prompt: int, num_new: int) -> dict[str, int]:
@@ -319,7 +286,7 @@ async def _unless_gone(request: Request, answers: Sequence[Answer]) -> list[list
 
 
 async def _stream(
-    head: dict[str, Any], body: GenerationBody, answers: Sequence[Answer], num_prompt: int, shape: CompletionFormat
+    head: dict[str, Any], body: GenerationBody, answers: Sequence[Answer], num_prompt: int
 ) -> AsyncIterator[bytes]:
     """Yield the server-sent events of all answers as they come. Closed early, it cancels them."""
     queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
@@ -340,10 +307,8 @@ async def _stream(
         return {"usage": None} if body.reports_usage else {}
 
     try:
-        for index in range(len(answers)):
-            first = shape.first_delta(index)
-            if first is not None:
-                yield _event({**head, "choices": [first], **usage()})
+        for index in range(len(answers) if isinstance(body, ChatBody) else 0):  # the role comes first
+            yield _event({**head, "choices": [_delta(index, {"role": "assistant", "content": ""}, None)], **usage()})
         while num_open:
             index, piece = await queue.get()
             if isinstance(piece, Exception):
@@ -353,7 +318,7 @@ async def _stream(
             if piece.finish_reason is not None:
                 num_open -= 1
             num_new[index] = piece.num_tokens
-            yield _event({**head, "choices": [shape.delta(index, piece.text, piece.finish_reason)], **usage()})
+            yield _event({**head, "choices": [_chunk(body, index, piece.text, piece.finish_reason)], **usage()})
         if body.reports_usage and not num_open:
             yield _event({**head, "choices": [], "usage": _usage(num_prompt, sum(num_new))})
         yield b"data: [DONE]\n\n"

@@ -1,4 +1,4 @@
-"""Continuous batching: a row is filled again as soon as its sequence has ended, between two passes of the others.
+"""Continuous batching in a thread: a row is filled again as soon as its sequence has ended, between two passes of the others.
 
 Each sequence is what it would be alone. Prompts are read one by one. One waiting request is admitted before each shared pass, so
 that the sequences that are being decoded wait for one prompt at most.
@@ -6,22 +6,110 @@ that the sequences that are being decoded wait for one prompt at most.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Set
 from functools import partial
+from threading import Thread
 
 import torch
 
 from decoding.decoder import Decoder
-from decoding.errors import UnsupportedRequestError, first_line
+from decoding.errors import first_line
+from decoding.lockstep import Lockstep, Loop, shared_batch_size
 from decoding.rounds import Prefill, Round
 from decoding.serving.control import DraftControl, controlled
-from decoding.serving.rows import Event, SharedRows, TurnRows, new_rows
 from decoding.serving.waiting_room import Job, RequestEnd, Stopped, WaitingRoom
+from decoding.target import Target
+
+IDLE_SECONDS = 0.5
+"""Longest sleep without work; a request ends it at once."""
+LAST_SECONDS = 2.0
+"""Time that the latest pass has to end when the thread is stopped."""
 
 Observer = Callable[[Job, Prefill | Round | RequestEnd], None]
 """Told what every job's listener is told."""
+Event = Prefill | Round | Exception | None
+"""A record of a sequence, the error that ended it, or None: it has ended."""
+
+log = logging.getLogger(__name__)
+
+
+class SharedRows:
+    """Sequences of at most `capacity` positions in lockstep: their simultaneous passes are one pass (`decoding.lockstep`).
+
+    A row whose sequence has ended is free.
+    """
+
+    def __init__(self, target: Target, num_rows: int, capacity: int) -> None:
+        # A single sequence would not be suspended, and could not be left.
+        self._lockstep = Lockstep(target, max(num_rows, 2), capacity)
+        self._events: list[tuple[int, Event]] = []
+
+    @property
+    def running(self) -> Set[int]:
+        return self._lockstep.running
+
+    def start(self, row: int, loop: Loop) -> None:
+        self._lockstep.start(row, partial(self._decode, row, loop))
+
+    def _decode(self, row: int, loop: Loop) -> None:
+        end: Exception | None = None
+        try:
+            for step in loop(partial(self._lockstep.new_cache, row)):
+                self._events.append((row, step))
+        except Exception as error:  # of this sequence only: its processors, or its settings
+            end = error
+        self._events.append((row, end))
+
+    def advance(self) -> list[tuple[int, Event]]:
+        """Run one shared pass, one prompt, or one transfer to the host."""
+        if self.running:
+            self._lockstep.advance()
+        events, self._events = self._events, []
+        return events
+
+    def stop(self, row: int) -> None:
+        self._lockstep.stop(row)
+
+
+class TurnRows:
+    """The same for sequences that cannot share passes: each runs a round in turn."""
+
+    def __init__(self, target: Target, num_rows: int, capacity: int) -> None:
+        self._target = target
+        self._steps: dict[int, Iterator[Prefill | Round]] = {}
+
+    @property
+    def running(self) -> Set[int]:
+        return self._steps.keys()
+
+    def start(self, row: int, loop: Loop) -> None:
+        """Begin a sequence; its prompt is read in its first turn."""
+        self._steps[row] = loop(self._target.new_cache)
+
+    def advance(self) -> list[tuple[int, Event]]:
+        """Run a round of each sequence."""
+        events: list[tuple[int, Event]] = []
+        for row, steps in list(self._steps.items()):
+            try:
+                event: Event = next(steps, None)
+            except Exception as error:  # see SharedRows
+                event = error
+            if not isinstance(event, Prefill | Round):
+                del self._steps[row]
+            events.append((row, event))
+        return events
+
+    def stop(self, row: int) -> None:
+        del self._steps[row]
+
+
+def new_rows(target: Target, num_rows: int, capacity: int) -> SharedRows | TurnRows:
+    """Return rows that share passes, if there are several and the target's sequences can."""
+    rows = SharedRows if shared_batch_size(target, num_rows) > 1 else TurnRows
+    return rows(target, num_rows, capacity)
 
 
 class ContinuousBatch:
@@ -52,7 +140,7 @@ class ContinuousBatch:
         self.decoder, self.control = decoder, control
         self._controlled = decoder if control is None else controlled(decoder, control)
         self._capacity = max_length + max(decoder.max_drafted, decoder.target.runner.exact_width or 0) + 1
-        self._rows = self._new_rows()
+        self._rows = new_rows(decoder.target, num_rows, self._capacity)
 
     @property
     def num_running(self) -> int:
@@ -88,9 +176,6 @@ class ContinuousBatch:
         while (job := self._room.take()) is not None:
             self._tell(job, RequestEnd(Stopped.CLOSED, "the server is shutting down"))
 
-    def _new_rows(self) -> SharedRows | TurnRows:
-        return new_rows(self.decoder.target, self.num_rows, self._capacity)
-
     def _leave_cancelled(self) -> None:
         for job in self._room.take_cancelled():
             self._tell(job, RequestEnd(Stopped.CANCELLED))
@@ -104,21 +189,16 @@ class ContinuousBatch:
         job = self._room.take() if self._free else None
         if job is None:
             return False
-        try:
-            self._check(job)
-        except UnsupportedRequestError as refused:
-            self._tell(job, RequestEnd(Stopped.FAILED, str(refused)))
+        length = len(job.request.prompt) + job.request.ending.max_new_tokens
+        if length > self.max_length:
+            too_long = f"prompt and new tokens are {length}, and the server takes {self.max_length}"
+            self._tell(job, RequestEnd(Stopped.FAILED, too_long))
             return False
         row = self._free.popleft()
         self._jobs[row] = job
         decoder = self.decoder if job.fresh else self._controlled
         self._rows.start(row, partial(decoder.loop, job.request, row, fresh=job.fresh))
         return True
-
-    def _check(self, job: Job) -> None:
-        length = len(job.request.prompt) + job.request.ending.max_new_tokens
-        if length > self.max_length:
-            raise UnsupportedRequestError(f"prompt and new tokens are {length}, and the server takes {self.max_length}")
 
     def _settle(self, row: int, event: Event) -> None:
         if isinstance(event, Prefill | Round):
@@ -134,7 +214,7 @@ class ContinuousBatch:
             self._rows.stop(row)
         for row in list(self._jobs):
             self._end(row, RequestEnd(Stopped.FAILED, f"{type(error).__name__}: {first_line(error)}"))
-        self._rows = self._new_rows()
+        self._rows = new_rows(self.decoder.target, self.num_rows, self._capacity)
 
     def _end(self, row: int, end: RequestEnd) -> None:
         self._tell(self._jobs.pop(row), end)
@@ -144,3 +224,42 @@ class ContinuousBatch:
         if self._observer is not None:
             self._observer(job, event)
         job.listener(event)
+
+
+class DecodingThread:
+    """Advances a batch while there is work, in a thread of its own."""
+
+    def __init__(self, batch: ContinuousBatch, room: WaitingRoom) -> None:
+        self.batch, self.room = batch, room
+        self._thread = Thread(target=self._run, name="decoding", daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        """True while requests are being decoded or could be."""
+        return self._thread.is_alive() and not self.room.is_closed
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """True until the latest pass has ended."""
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """End all requests and the thread, after the present pass if it takes no longer than a moment."""
+        self.room.close()
+        if self._thread.is_alive():
+            self._thread.join(LAST_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            while not self.room.is_closed:
+                if not self.batch.advance():
+                    self.room.wait(IDLE_SECONDS)
+        except BaseException:
+            log.exception("the decoding thread has failed")
+            raise
+        finally:
+            self.room.close()
+            self.batch.close()

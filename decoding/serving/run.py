@@ -16,11 +16,10 @@ from decoding.decoder import Decoder
 from decoding.errors import SdtuneError
 from decoding.profile import Measured
 from decoding.serving.app import create_app
-from decoding.serving.batch import ContinuousBatch
+from decoding.serving.batch import ContinuousBatch, DecodingThread
 from decoding.serving.connections import run_server
 from decoding.serving.control import DraftControl
 from decoding.serving.counters import ServerCounters
-from decoding.serving.engine import DecodingThread
 from decoding.serving.hosts import is_loopback
 from decoding.serving.service import ServedModel, Service
 from decoding.serving.waiting_room import WaitingRoom

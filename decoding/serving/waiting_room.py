@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from threading import Condition
-from typing import Protocol
 
 from decoding.decode import Request
 from decoding.errors import SdtuneError
@@ -41,11 +41,11 @@ class RequestEnd:
     reason: str = ""
 
 
-class Listener(Protocol):
-    """Gets what happens to a request. Called by the decoding thread: it must return at once and must not raise."""
+Listener = Callable[[Prefill | Round | RequestEnd], None]
+"""Takes the next record of a sequence, or its end, which comes exactly once and last.
 
-    def __call__(self, event: Prefill | Round | RequestEnd, /) -> None:
-        """Take the next record of the sequence, or its end, which comes exactly once and last."""
+Called by the decoding thread: it must return at once and must not raise.
+"""
 
 
 class Job:

@@ -50,7 +50,10 @@ def service() -> Service:
 
 @pytest.fixture(scope="module")
 def client(service: Service) -> Iterator[TestClient]:
-    with TestClient(create_app(service, api_key=KEY, max_body_bytes=4096), raise_server_exceptions=False) as client:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("decoding.serving.app.MAX_BODY_BYTES", 4096)
+        app = create_app(service, api_key=KEY)
+    with TestClient(app, raise_server_exceptions=False) as client:
         client.headers["Authorization"] = f"Bearer {KEY}"
         yield client
 

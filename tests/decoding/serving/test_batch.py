@@ -17,8 +17,7 @@ from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import AdaEdl, BetaThompson, DraftLengthRule, Fixed, RoundCosts
 from decoding.drafts import Draft, LayerSkip, Lookup, PlainDecoding, PromptLookup
 from decoding.head_folder import HeadFolder
-from decoding.serving.batch import ContinuousBatch
-from decoding.serving.rows import SharedRows, TurnRows, new_rows
+from decoding.serving.batch import ContinuousBatch, SharedRows, TurnRows, new_rows
 from decoding.serving.waiting_room import RequestEnd, Stopped, WaitingRoom, WaitingRoomFullError
 from decoding.target import Target
 from decoding.text import Ending, Shaping

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from decoding.serving.text_stream import TextStream
+from decoding.serving.service import TextStream
 from tests.support.byte_tokenizer import BOS, byte_tokenizer
 from tests.support.tiny import tiny_tokenizer
 
@@ -38,7 +38,7 @@ def test_an_incomplete_character_comes_at_the_end() -> None:
 
 
 def test_words_keep_their_spaces() -> None:
-    stream = TextStream(tiny_tokenizer())
+    stream = TextStream(tiny_tokenizer(), ())
     tokens = tiny_tokenizer()("w1 w2 w3 w4")["input_ids"]
     assert "".join([stream.add([token]) for token in tokens] + [stream.finish()]) == "w1 w2 w3 w4"
 
