@@ -18,7 +18,7 @@ from decoding.acceptance import Acceptance, Greedy, Leaves, accept_greedy, accep
 from decoding.cache.earlier_turns import EarlierTurns
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Drafter, Proposal, max_leaves_of
+from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafts.history import RequestHistory
 from decoding.rounds import Prefill, Round
 from decoding.runners.contract import Outputs
@@ -155,7 +155,7 @@ def speculative(
     Yields the prefill first. `controller` observes every round that it steers; pass a fresh one to start without
     history.
     """
-    most = controller.max_tokens + max_leaves_of(drafter)
+    most = controller.max_tokens + drafter.max_leaves
     sequence, cache = _begin(target, request, new_cache, max_drafted=most)
     prefill, ended = _prefill(lambda: drafter.prefill(sequence, cache), request, sequence, cache)
     yield prefill

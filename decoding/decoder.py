@@ -13,7 +13,7 @@ from decoding.cache.kv_cache import Storage
 from decoding.decode import NewCache, Request, autoregressive, capacity_for, speculative
 from decoding.draft_length import Controller, DraftLengthRule, Fixed
 from decoding.drafters.build import build_drafter
-from decoding.drafters.contract import Drafter, max_leaves_of
+from decoding.drafters.contract import Drafter
 from decoding.drafts import Draft, PlainDecoding
 from decoding.head_folder import HeadFolder
 from decoding.lockstep import decode_in_lockstep, shared_batch_size
@@ -103,7 +103,7 @@ class Decoder:
     @property
     def max_drafted(self) -> int:
         """Most positions that a round adds to a sequence."""
-        return 0 if self.drafter is None else self.rule.max_tokens + max_leaves_of(self.drafter)
+        return 0 if self.drafter is None else self.rule.max_tokens + self.drafter.max_leaves
 
     def steps(self, request: Request) -> Iterator[Prefill | Round]:
         """Decode one sequence, yielding a record of the prefill and of each round as it happens."""

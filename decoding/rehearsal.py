@@ -21,8 +21,8 @@ from decoding.acceptance import Acceptance, Leaves
 from decoding.cache.kv_cache import KVCache
 from decoding.decode import NewCache, ReadPrompt, Request, autoregressive, speculative
 from decoding.draft_length import Controller, Decision, DraftDistribution
-from decoding.drafters.contract import Drafter, Proposal, max_leaves_of
-from decoding.drafters.lookup_first import steered_part
+from decoding.drafters.contract import Drafter, Proposal
+from decoding.drafters.prompt_lookup import steered_part
 from decoding.drafts import CandidateTree, Draft
 from decoding.lockstep import decode_in_lockstep
 from decoding.rounds import Prefill, Round
@@ -284,12 +284,12 @@ class _Reader:
         return self._logits
 
 
-class _Staged:
+class _Staged(Drafter):
     """A drafter on a sequence that is only pretended to have been read."""
 
     def __init__(self, drafter: Drafter, read: ReadPrompt, num_pending: int | None, num_leaves: int) -> None:
         self._drafter, self._read, self._num_pending = drafter, read, num_pending
-        self._num_leaves, self.max_leaves = num_leaves, max_leaves_of(drafter)
+        self._num_leaves, self.tree = num_leaves, drafter.tree
         self.has_pending = False
         """True if states were pending, so that `num_pending` meant something."""
 

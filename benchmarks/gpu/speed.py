@@ -20,8 +20,7 @@ from benchmarks.gpu.timing import PLAIN, Interrupted, Make, Turns, own, stock
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import DraftLengthRule, Fixed, TopProbability
-from decoding.drafts import Draft, EarlyExit, FixedLeaves, LayerSkip, PromptLookup, SuffixDraft, SuffixLookup
-from decoding.drafts.precision import BitWidth
+from decoding.drafts import BitWidth, Draft, EarlyExit, FixedLeaves, LayerSkip, PromptLookup, SuffixDraft, SuffixLookup
 from decoding.errors import UnsupportedModelError, UnsupportedRunnerError, one_line
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding, DraftProfile

@@ -22,7 +22,6 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, Gen
 from decoding.acceptance import Greedy, Sampling
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
-from decoding.deploy.generate_arguments import OnTokens, streaming_to, with_stop_strings
 from decoding.deploy.mismatch import (
     MISMATCHES,
     OnMismatch,
@@ -34,7 +33,14 @@ from decoding.deploy.mismatch import (
     unmeasured_setting,
 )
 from decoding.deploy.registry import fetch_profile, is_address
-from decoding.deploy.requests import is_padded, refuse_token_types, requests_of
+from decoding.deploy.requests import (
+    OnTokens,
+    is_padded,
+    refuse_token_types,
+    requests_of,
+    streaming_to,
+    with_stop_strings,
+)
 from decoding.drafts.history import RequestHistory
 from decoding.errors import (
     ExitHeadError,

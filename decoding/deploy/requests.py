@@ -1,18 +1,26 @@
-"""Conversion of the arguments of transformers' `generate` into `Request`s, one per batch row."""
+"""Conversion of the arguments of transformers' `generate` into `Request`s, one per batch row.
+
+`generate` drops `streamer` and `tokenizer` before it calls a custom decoder, and then builds the criterion of stop strings without
+the tokenizer: these two are brought into a form that it does hand on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import (
+    BaseStreamer,
     EosTokenCriteria,
     GenerationConfig,
     MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
@@ -22,6 +30,8 @@ from decoding.cache.earlier_turns import EarlierTurns, unreadable_reason
 from decoding.decode import Request
 from decoding.errors import UnsupportedRequestError
 from decoding.text import Ending, Shaping
+
+OnTokens = Callable[[tuple[int, ...]], None]
 
 # Arguments that `generate` prepares for its own loops; the loops here make their own.
 PREPARED_KWARGS = frozenset({"past_key_values", "position_ids", "logits_to_keep", "use_cache", "token_type_ids"})
@@ -230,3 +240,40 @@ def _ending(
     if not lengths:
         raise UnsupportedRequestError("no length limit: pass max_new_tokens or max_length")
     return Ending(min(lengths) - input_length, frozenset(eos), tuple(others))
+
+
+def streaming_to(streamer: BaseStreamer, on_tokens: OnTokens | None) -> OnTokens:
+    """Return a callback that puts the tokens of a round into `streamer` one by one, as `generate` does, then calls `on_tokens`."""
+
+    def put(tokens: tuple[int, ...]) -> None:
+        for token in tokens:
+            streamer.put(torch.tensor([token]))
+        if on_tokens is not None:
+            on_tokens(tokens)
+
+    return put
+
+
+def with_stop_strings(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return `generate`'s arguments with stop strings as a stopping criterion, wherever they were set.
+
+    Raises `UnsupportedRequestError` if there are stop strings and no tokenizer.
+    """
+    arguments = dict(arguments)
+    config, own = arguments.get("generation_config"), model.generation_config.stop_strings
+    given = [arguments.pop("stop_strings", None), None if config is None else config.stop_strings, own]
+    strings = next((each for each in given if each is not None), None)
+    if strings is None:
+        return arguments
+    if tokenizer is None:
+        raise UnsupportedRequestError("stop_strings need the model's tokenizer: pass tokenizer=")
+    if config is not None:
+        arguments["generation_config"] = config = copy.deepcopy(config)
+        config.stop_strings = None
+    if own is not None:
+        arguments["stop_strings"] = None  # else `generate` would take them from the model's configuration
+    criteria = arguments.get("stopping_criteria") or ()
+    arguments["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, strings)])
+    return arguments

@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Union
 from pydantic import Field
 
 from decoding.documents.strict_yaml import suggest
-from decoding.draft_length.ada_edl import AdaEdl, AdaEdlPublished
-from decoding.draft_length.adaptive_threshold import AdaptiveThresholdRule
+from decoding.draft_length.ada_edl import (
+    AdaEdl,
+    AdaEdlPublished,
+    AdaptiveExit,
+    AdaptiveThresholdRule,
+    MaxConfidence,
+)
 from decoding.draft_length.beta_thompson import BetaThompson
 from decoding.draft_length.calibrated_thompson import CalibratedThompson
 from decoding.draft_length.contract import (
@@ -22,11 +27,9 @@ from decoding.draft_length.contract import (
     DraftDistribution,
     DraftLengthRule,
     Looking,
+    RoundCosts,
 )
-from decoding.draft_length.costs import RoundCosts
-from decoding.draft_length.fixed import Fixed
-from decoding.draft_length.max_confidence import AdaptiveExit, MaxConfidence
-from decoding.draft_length.top_probability import TopProbability
+from decoding.draft_length.fixed import Fixed, TopProbability
 
 RULES: dict[str, type[DraftLengthRule]] = {
     "fixed": Fixed,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from decoding.drafters.contract import Drafter, NewDrafter
-from decoding.drafters.lookup_first import LookupFirst
+from decoding.drafters.contract import Drafter
+from decoding.drafters.prompt_lookup import LookupFirst
 from decoding.drafts import KINDS, Draft
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
@@ -26,8 +26,7 @@ def build_drafter(
     if target.runner.exact_width is not None:
         decoding = decoding.model_copy(update={"prefix_reuse": False})
     target.checks.cache()
-    new_drafter: NewDrafter = KINDS[draft.kind].load_drafter()
-    drafter = new_drafter(target, draft.having(lookup=None), decoding, heads=heads)
+    drafter: Drafter | None = KINDS[draft.kind].load_drafter()(target, draft.having(lookup=None), decoding, heads=heads)
     if drafter is None or draft.parts.lookup is None:
         return drafter
     return LookupFirst(drafter, draft.parts.lookup)

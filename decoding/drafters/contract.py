@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,11 +12,9 @@ from torch import Tensor
 from decoding.acceptance import Acceptance, Leaves
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
+from decoding.drafts import CandidateTree
 from decoding.errors import UnsupportedRequestError
-from decoding.head_folder import HeadFolder
-from decoding.profile import Decoding
 from decoding.runners.contract import Outputs
-from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
 
 
@@ -59,12 +57,21 @@ def check_head_has_read(cache: KVCache) -> None:
         )
 
 
-class Drafter(Protocol):
+class Drafter:
     """Proposes tokens for `decoding.decode.speculative`; one drafter serves any number of sequences.
 
     State from round to round is kept with the sequence (the index of its n-grams) or in its cache (the branch of an exit head).
     """
 
+    tree: CandidateTree | None = None
+    """Shape of the side leaves that it may propose."""
+
+    @property
+    def max_leaves(self) -> int:
+        """Most side leaves of a round."""
+        return 0 if self.tree is None else self.tree.most_leaves
+
+    @abstractmethod
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         """Return the target's logits [1, vocabulary] after the prompt; called once per sequence, to prepare drafting.
 
@@ -72,6 +79,14 @@ class Drafter(Protocol):
         needs more than their keys and values.
         """
 
+    def prefill_target(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
+        """Do the same with as little work for drafts as can be done now, so that rounds without drafts cost no more.
+
+        An exit head can read the prompt as late as in the first round that drafts.
+        """
+        return self.prefill(sequence, cache)
+
+    @abstractmethod
     def draft(
         self,
         sequence: TokenSequence,
@@ -86,45 +101,6 @@ class Drafter(Protocol):
         `controller` decides the number. A drafter that decides by itself returns a proposal that is not `steered`.
         """
 
+    @abstractmethod
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         """Run the target on the last token, the drafts and the leaves; the logits are [num_positions + 1, vocabulary]."""
-
-
-@runtime_checkable
-class DeferringDrafter(Protocol):
-    """A drafter whose head can read the prompt as late as in the first round that drafts, so that plain rounds cost no more."""
-
-    def prefill_target(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
-        """Return what `Drafter.prefill` returns, without the head's own work."""
-
-
-def prefill_target(drafter: Drafter, sequence: TokenSequence, cache: KVCache) -> Tensor:
-    """Read the prompt with as little work for drafts as `drafter` can do now; see `Drafter.prefill`."""
-    prefill = drafter.prefill_target if isinstance(drafter, DeferringDrafter) else drafter.prefill
-    return prefill(sequence, cache)
-
-
-@runtime_checkable
-class TreeDrafter(Protocol):
-    """A drafter that may propose side leaves."""
-
-    @property
-    def max_leaves(self) -> int:
-        """Most leaves of a round."""
-
-
-def max_leaves_of(drafter: Drafter) -> int:
-    """Return the most leaves that a round of this drafter may have."""
-    return drafter.max_leaves if isinstance(drafter, TreeDrafter) else 0
-
-
-class NewDrafter(Protocol):
-    """Builds the drafter of one kind; `decoding.drafts.KINDS` names it."""
-
-    def __call__(self, target: Target, draft: Any, decoding: Decoding, *, heads: HeadFolder | None) -> Drafter | None:
-        """Return the drafter of `draft`, which comes without the lookup before it.
-
-        `decoding.prefix_reuse` is off in bit-exact mode.
-
-        Raises ValueError for layers that `target` does not have, and `ExitHeadError` for a head that `heads` does not hold.
-        """

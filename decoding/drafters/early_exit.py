@@ -16,7 +16,6 @@ from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
 from decoding.drafters.contract import Drafter, Proposal, check_head_has_read, joined
 from decoding.drafters.layer_skip import LayerSkipDrafter
-from decoding.drafters.leaves import LeafGatherer
 from decoding.drafters.propose import propose
 from decoding.drafts import CandidateTree, EarlyExit
 from decoding.errors import ExitHeadError
@@ -27,7 +26,7 @@ from decoding.target import ExitHead, ExitView, ResumeView, TappedView, Target
 from decoding.text import Shaping, TokenSequence
 
 
-class EarlyExitDrafter:
+class EarlyExitDrafter(Drafter):
     """The first `exit_layer` blocks, `head`, and the target's own final norm and LM head, quantised if `bits` are given."""
 
     def __init__(
@@ -40,7 +39,7 @@ class EarlyExitDrafter:
         bits: int | None = None,
         tree: CandidateTree | None = None,
     ) -> None:
-        self._tree = tree
+        self.tree = tree
         if tree is not None:
             target.checks.trees()
         self._features = target.runner.features
@@ -49,10 +48,6 @@ class EarlyExitDrafter:
         self._is_quantised = bits is not None
         resumes = prefix_reuse and not self._is_quantised and target.checks.resumes_at(exit_layer)
         self._resume = ResumeView(target, exit_layer) if resumes else None
-
-    @property
-    def max_leaves(self) -> int:
-        return 0 if self._tree is None else self._tree.most_leaves
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         """Run the target over the prompt, and the head over the states at the exit."""
@@ -115,11 +110,9 @@ class EarlyExitDrafter:
             )
 
         look_every = self._features.look_every
-        gatherer = LeafGatherer.of(self._tree, acceptance, cache)
-        num_drafted, probabilities = propose(
-            step, write, sequence, controller, shaping, acceptance, limit, look_every, gatherer
+        num_drafted, probabilities, leaves = propose(
+            step, write, sequence, cache, controller, shaping, acceptance, limit, look_every, self.tree
         )
-        leaves = None if gatherer is None else gatherer.written(sequence)
         # The head forgets what it read of drafts after the end. States of quantised blocks are not the target's: it forgets
         # those of the whole round, and reads the verification's with its next pass.
         branch.roll_back(cache.length if self._is_quantised else cache.length + num_drafted + 1)

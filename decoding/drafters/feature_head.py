@@ -16,8 +16,7 @@ from torch import Tensor
 from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Proposal, check_head_has_read
-from decoding.drafters.leaves import LeafGatherer
+from decoding.drafters.contract import Drafter, Proposal, check_head_has_read
 from decoding.drafters.propose import propose
 from decoding.drafts import CandidateTree, FeatureHeadDraft
 from decoding.errors import ExitHeadError
@@ -29,20 +28,16 @@ from decoding.target.heads import states_before
 from decoding.text import Shaping, TokenSequence
 
 
-class FeatureHeadDrafter:
+class FeatureHeadDrafter(Drafter):
     """A feature head with the target's own embeddings, final norm and LM head."""
 
     def __init__(self, target: Target, head: FeatureHead, *, tree: CandidateTree | None = None) -> None:
-        self._tree = tree
+        self.tree = tree
         if tree is not None:
             target.checks.trees()
         self._features = target.runner.features
         self._head = FeatureView(target, head)
         self._whole = TappedView(target, target.num_layers)
-
-    @property
-    def max_leaves(self) -> int:
-        return 0 if self._tree is None else self._tree.most_leaves
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         """Run the target over the prompt, and the head over its last states; that of the last position stays pending."""
@@ -97,11 +92,9 @@ class FeatureHeadDrafter:
             )
 
         look_every = self._features.look_every
-        gatherer = LeafGatherer.of(self._tree, acceptance, cache)
-        num_drafted, probabilities = propose(
-            step, write, sequence, controller, shaping, acceptance, limit, look_every, gatherer
+        num_drafted, probabilities, leaves = propose(
+            step, write, sequence, cache, controller, shaping, acceptance, limit, look_every, self.tree
         )
-        leaves = None if gatherer is None else gatherer.written(sequence)
         return Proposal(num_drafted, probabilities, leaves=leaves)
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:

@@ -11,8 +11,7 @@ from torch import Tensor
 from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Proposal, joined
-from decoding.drafters.leaves import LeafGatherer
+from decoding.drafters.contract import Drafter, Proposal, joined
 from decoding.drafters.propose import propose
 from decoding.drafts import LayerSkip
 from decoding.head_folder import HeadFolder
@@ -22,7 +21,7 @@ from decoding.target import DraftView, DraftVocabulary, ResumeView, Target
 from decoding.text import Shaping, TokenSequence
 
 
-class LayerSkipDrafter:
+class LayerSkipDrafter(Drafter):
     """A view of the target without the skipped sublayers, choosing from `vocabulary` if there is one.
 
     A quantised draft shares no prefix with the verification, which computes every block again and overwrites its keys and values.
@@ -51,13 +50,9 @@ class LayerSkipDrafter:
             target.checks.skips(skip.skip_attention, skip.skip_mlp)
         resumes = boundary and self._view.keeps_boundary and target.checks.resumes_at(boundary)
         self._resume = ResumeView(target, boundary) if boundary and resumes else None
-        self._tree = skip.tree
-        if self._tree is not None:
+        self.tree = skip.tree
+        if self.tree is not None:
             target.checks.trees()
-
-    @property
-    def max_leaves(self) -> int:
-        return 0 if self._tree is None else self._tree.most_leaves
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         """Run the target over the prompt; the draft reads the same keys and values."""
@@ -73,9 +68,8 @@ class LayerSkipDrafter:
         limit: int,
     ) -> Proposal:
         """Draft token by token until the controller or `limit` stops; each token costs one pass of the view."""
-        gatherer = LeafGatherer.of(self._tree, acceptance, cache)
         known_length = acceptance.is_greedy and not shaping.processors and not controller.looks_at_drafts
-        if gatherer is None and known_length and self._target.runner.features.whole_rounds and cache.company is None:
+        if self.tree is None and known_length and self._target.runner.features.whole_rounds and cache.company is None:
             return self._run_round(sequence, cache, min(limit, controller.limit()))
         states = list[Tensor]()
 
@@ -95,10 +89,9 @@ class LayerSkipDrafter:
             return written
 
         look_every = self._target.runner.features.look_every
-        num_drafted, probabilities = propose(
-            step, write, sequence, controller, shaping, acceptance, limit, look_every, gatherer
+        num_drafted, probabilities, leaves = propose(
+            step, write, sequence, cache, controller, shaping, acceptance, limit, look_every, self.tree
         )
-        leaves = None if gatherer is None else gatherer.written(sequence)
         return Proposal(num_drafted, probabilities, joined(states, num_drafted), leaves=leaves)
 
     def _run_round(self, sequence: TokenSequence, cache: KVCache, num_tokens: int) -> Proposal:

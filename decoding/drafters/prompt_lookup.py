@@ -1,4 +1,4 @@
-"""Draft by copying from the text: prompt lookup (Saxena 2023), or a suffix automaton (`decoding.drafts.lookup`).
+"""Draft by copying from the text, alone or before another drafter: prompt lookup (Saxena 2023), or a suffix automaton.
 
 No model drafts: a copied token has probability 1. Nothing here waits for the device, because the token ids are on the host. The
 index of what was read is kept with the sequence.
@@ -11,7 +11,8 @@ from torch import Tensor
 from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller, Decision, DraftDistribution
-from decoding.drafters.contract import Proposal
+from decoding.drafters.contract import Drafter, Proposal
+from decoding.drafts import FirstLookup
 from decoding.drafts.lookup import CopySettings
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
@@ -20,7 +21,7 @@ from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
 
 
-class CopyDrafter:
+class CopyDrafter(Drafter):
     """Copies as many tokens as the draft-length rule allows; drafts nothing where nothing is found."""
 
     def __init__(self, target: Target, source: CopySettings) -> None:
@@ -72,3 +73,48 @@ def length_allowed(controller: Controller, limit: int) -> int:
 
 def new_drafter(target: Target, draft: CopySettings, decoding: Decoding, *, heads: HeadFolder | None) -> CopyDrafter:
     return CopyDrafter(target, draft)
+
+
+class LookupFirst(Drafter):
+    """Copies where `lookup` finds something; elsewhere `fallback` drafts: a copy costs no draft pass (our formulation).
+
+    Rounds drafted by the lookup have up to its own `max_tokens` tokens, and no leaves. The draft-length rule is not asked: its
+    threshold or posterior describes the other drafter. The other drafter verifies these rounds too, because a trained head must see
+    every verified position; as copies leave no boundary states, the whole target runs.
+    """
+
+    def __init__(self, fallback: Drafter, lookup: FirstLookup) -> None:
+        self.fallback, self._lookup, self.tree = fallback, lookup, fallback.tree
+
+    def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
+        logits = self.fallback.prefill(sequence, cache)
+        sequence.index(self._lookup).update()
+        return logits
+
+    def prefill_target(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
+        """Prefill without work for drafts: the prompt is indexed when a copy is first looked for."""
+        return self.fallback.prefill_target(sequence, cache)
+
+    def draft(
+        self,
+        sequence: TokenSequence,
+        cache: KVCache,
+        controller: Controller,
+        shaping: Shaping,
+        acceptance: Acceptance,
+        limit: int,
+    ) -> Proposal:
+        """Copy, or let the other drafter draft; the controller is asked about its rounds only."""
+        tokens = look_up(sequence, min(limit, self._lookup.max_tokens), self._lookup)
+        if tokens is None:
+            return self.fallback.draft(sequence, cache, controller, shaping, acceptance, limit)
+        sequence.write_drafts(tokens)
+        return Proposal(len(tokens), None, looked_up=True, steered=False)
+
+    def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
+        return self.fallback.verify(sequence, cache, draft)
+
+
+def steered_part(drafter: Drafter) -> Drafter:
+    """Return the drafter that the draft-length rule steers: the one after a lookup, else the drafter itself."""
+    return drafter.fallback if isinstance(drafter, LookupFirst) else drafter

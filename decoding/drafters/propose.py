@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from decoding.acceptance import Acceptance
+from decoding.acceptance import Acceptance, Leaves
+from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller, Decision, DraftDistribution
-from decoding.drafters.leaves import LeafGatherer
+from decoding.drafts.trees import CandidateTree, SeenDepth
 from decoding.runners.contract import Outputs, Written
 from decoding.text import Shaping, TokenSequence
 
@@ -30,29 +32,31 @@ def propose(
     step: Step,
     write: Write,
     sequence: TokenSequence,
+    cache: KVCache,
     controller: Controller,
     shaping: Shaping,
     acceptance: Acceptance,
     limit: int,
-    look_every: int | None = None,
-    gatherer: LeafGatherer | None = None,
-) -> tuple[int, Tensor | None]:
+    look_every: int | None,
+    tree: CandidateTree | None,
+) -> tuple[int, Tensor | None, Leaves | None]:
     """Write drafts after the sequence, token by token; several at once if greedy and nothing looks at their distributions.
 
-    A `gatherer` looks at all of them: it chooses the tokens, and keeps the leaves beside them.
+    A `tree` looks at all of them; in a batch, rounds are chains without it. For `look_every` see
+    `decoding.runners.features.SpeedFeatures`.
 
-    For `look_every` see `decoding.runners.features.SpeedFeatures`.
-
-    Returns the number of drafts and the probabilities [num_drafted, vocabulary] they were sampled from (None if greedy or if
-    nothing was drafted). The passes whose distributions the controller did not want have run too.
+    Returns the number of drafts, the probabilities [num_drafted, vocabulary] they were sampled from (None if greedy or if nothing
+    was drafted), and the leaves, which are written after the drafts. The passes whose distributions the controller did not want
+    have run too.
     """
+    gatherer = None if tree is None or cache.company is not None else LeafGatherer(tree, acceptance)
     limit = min(limit, controller.limit())
     looks, most_likely = controller.looks_at_drafts, acceptance.is_greedy and not shaping.processors
     if limit > 0 and most_likely and not looks and gatherer is None:
         sequence.write_draft(0, write(0, limit, False).token_ids)
-        return limit, None
+        return limit, None, None
     if most_likely and look_every is not None and gatherer is None:
-        return _look_back(write, sequence, controller, limit, look_every), None
+        return _look_back(write, sequence, controller, limit, look_every), None, None
     probabilities: list[Tensor] = []
     num_drafted = 0
     decision = Decision.CONTINUE
@@ -73,7 +77,8 @@ def propose(
             probabilities.append(distribution)
         sequence.write_draft(num_drafted, token)
         num_drafted += 1
-    return num_drafted, torch.stack(probabilities) if probabilities else None
+    leaves = None if gatherer is None else gatherer.written(sequence)
+    return num_drafted, torch.stack(probabilities) if probabilities else None, leaves
 
 
 def _proper(scores: Tensor) -> Tensor:
@@ -101,3 +106,49 @@ def _look_back(write: Write, sequence: TokenSequence, controller: Controller, li
             if decision is not Decision.CONTINUE:
                 return num_drafted
     return num_drafted
+
+
+class LeafGatherer:
+    """The candidates of one round, depth by depth, from the distributions that the chain is drafted from (our formulation).
+
+    Greedy leaves are the next most likely tokens, sampled ones further samples without replacement: the chain takes the first of
+    the candidates. ConfLayers' released code builds the same kind of tree; a tree's size is decided by its document.
+    """
+
+    def __init__(self, tree: CandidateTree, acceptance: Acceptance) -> None:
+        self._tree, self._acceptance = tree, acceptance
+        self._candidates: list[Tensor] = []
+        self._seen: list[Tensor] = []
+        """Per depth, the probability of the chain's token, then the highest probabilities."""
+
+    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Choose the chain's token [1] from `scores` [vocabulary] and keep the others; return as `Acceptance.choose` does."""
+        token_ids, distribution = self._acceptance.choose_several(scores, self._tree.most_per_depth)
+        self._candidates.append(token_ids)
+        if self._tree.weighs:
+            probabilities = torch.softmax(scores.float(), dim=-1) if distribution is None else distribution
+            ranked = probabilities.topk(len(token_ids)).values
+            self._seen.append(torch.cat([probabilities[token_ids[:1]], ranked]))
+        return token_ids[:1], distribution
+
+    def written(self, sequence: TokenSequence) -> Leaves | None:
+        """Write the leaves after the drafts, and return them; None if the tree has none in this round."""
+        if not self._candidates:
+            return None
+        room = len(self._candidates[0]) - 1
+        wanted = self._tree.counts(self._depths(sequence), is_greedy=self._acceptance.is_greedy)
+        counts = [min(count, room) for count in wanted]
+        if not sum(counts):
+            return None
+        pairs = zip(self._candidates, counts, strict=True)
+        leaves = Leaves(torch.cat([token_ids[1 : 1 + count] for token_ids, count in pairs]), counts)
+        sequence.write_draft(len(counts), leaves.token_ids)
+        return leaves
+
+    def _depths(self, sequence: TokenSequence) -> Sequence[SeenDepth]:
+        if not self._tree.weighs:
+            return [SeenDepth(1.0, ())] * len(self._candidates)
+        numbers: list[Any] = sequence.read(torch.cat(self._seen))
+        size = len(numbers) // len(self._seen)
+        rows = [numbers[first : first + size] for first in range(0, len(numbers), size)]
+        return [SeenDepth(probability, ranked) for probability, *ranked in rows]

@@ -1,21 +1,17 @@
 """Draft documents: what a profile or a candidate says about its draft, one file per kind, and the registry of kinds.
 
 Imports `decoding.documents` only: reading a document loads neither torch nor a model. To add a kind, write its document, drafter
-and predictor, and name the three in one entry of `decoding.drafts.registry.KINDS`. What copies lies here too: it is plain Python on
+and predictor, and name the three in one entry of `decoding.drafts.kinds.KINDS`. What copies lies here too: it is plain Python on
 token ids.
 """
 
-from decoding.drafts.contract import DraftDocument, DraftHead, Parts
+from decoding.drafts.contract import BitWidth, DraftDocument, DraftHead, Parts
 from decoding.drafts.early_exit import EarlyExit
 from decoding.drafts.feature_head import FeatureHeadDraft
-from decoding.drafts.kinds import KINDS, Draft, DraftKind, RealDraft
-from decoding.drafts.layer_skip import LayerSkip
-from decoding.drafts.layers import Layers, compact_indices, format_indices, parse_indices
+from decoding.drafts.kinds import KINDS, Draft, DraftKind, PlainDecoding, RealDraft, infer_kind
+from decoding.drafts.layer_skip import Layers, LayerSkip, compact_indices, format_indices, parse_indices
 from decoding.drafts.lookup import FirstLookup, Lookup, SuffixLookup
-from decoding.drafts.plain import PlainDecoding
-from decoding.drafts.precision import BitWidth
 from decoding.drafts.prompt_lookup import PromptLookup, SuffixDraft
-from decoding.drafts.registry import infer_kind
 from decoding.drafts.trees import CandidateTree, FixedLeaves, PublishedLeaves, SizedLeaves
 
 __all__ = [

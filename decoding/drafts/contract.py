@@ -3,6 +3,9 @@
 Callers ask the document and never test its class. The defaults of `DraftDocument` describe a draft that runs no part of the
 target and has no head. What drafts of several kinds may have, bits, a lookup before them and a tree, are `Parts`: a kind that takes
 one has the field of that name, and everything else about parts is here.
+
+A quantised draft runs the model's own linear layers with rounded weights, and shares the target's keys and values; the whole
+model verifies with its own weights (the idea of QuantSpec, arXiv 2502.10424, and of QSpec, arXiv 2410.11305; our formulation).
 """
 
 from __future__ import annotations
@@ -10,15 +13,33 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
 from decoding.drafts.lookup import CopySettings, FirstLookup, lookup_columns
-from decoding.drafts.precision import BitWidth, describe_quantised, label_quantised
 from decoding.drafts.trees import CandidateTree
 
 if TYPE_CHECKING:
     from decoding.drafts.layer_skip import LayerSkip
+
+BitWidth = Literal[8, 4]
+"""The precisions of a quantised draft."""
+
+Bits = Annotated[
+    BitWidth | None,
+    Field(
+        exclude_if=lambda bits: bits is None,
+        description="bits of the draft's weights (8 or 4); the model's own weights without it",
+    ),
+]
+"""A document key that most drafts leave out: they run the model's own weights."""
+
+
+def label_quantised(bits: BitWidth | None, label: str) -> str:
+    """Return the label of a draft, such as `quantised exit`; `label` itself without bits."""
+    return f"quantised {label}" if bits else label
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +69,7 @@ class DraftHead:
 
 
 class DraftDocument(Document):
-    """The settings of a draft; `kind` is its key in `decoding.drafts.registry.KINDS`."""
+    """The settings of a draft; `kind` is its key in `decoding.drafts.KINDS`."""
 
     kind: str
     drafts: ClassVar[bool] = True
@@ -69,7 +90,7 @@ class DraftDocument(Document):
     @property
     def own_columns(self) -> dict[str, Any]:
         """The columns of the draft in the table of trials, kind and parts apart."""
-        return {}
+        return {} if self.copying is None else lookup_columns(self.copying)
 
     @property
     def trained_head(self) -> DraftHead | None:
@@ -120,7 +141,7 @@ class DraftDocument(Document):
     def describe(self) -> str:
         """Return one short phrase for tables."""
         parts = self.parts
-        draft = describe_quantised(parts.bits, self.phrase)
+        draft = ", ".join(part for part in (f"int{parts.bits}" if parts.bits else "", self.phrase) if part)
         draft = f"{draft}, {parts.tree.describe()}" if parts.tree else draft
         return f"{parts.lookup.describe()}, then {draft}" if parts.lookup else draft
 

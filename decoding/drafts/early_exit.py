@@ -9,11 +9,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from decoding.drafts.contract import DraftDocument, DraftHead
+from decoding.drafts.contract import Bits, DraftDocument, DraftHead
 from decoding.drafts.feature_head import DraftVocabularySize, HeadFile, HeadHash
 from decoding.drafts.layer_skip import LayerSkip
 from decoding.drafts.lookup import LookupBefore
-from decoding.drafts.precision import Bits
 from decoding.drafts.trees import Tree
 
 

@@ -1,19 +1,34 @@
-"""A draft kind, the table of the registered ones, and document keys that hold a draft of any of them.
+"""The registry of draft kinds, and document keys that hold a draft of any of them.
 
-The table is filled by `decoding.drafts.registry`.
+Each entry joins a draft document with its drafter and its predictor, which are named as `module:name` and imported at their first
+use, so that this package imports neither torch nor `studies`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Annotated, Any, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema, core_schema
 
 from decoding.drafts.contract import DraftDocument
+from decoding.drafts.early_exit import EarlyExit
+from decoding.drafts.feature_head import FeatureHeadDraft
+from decoding.drafts.layer_skip import LayerSkip
+from decoding.drafts.prompt_lookup import PromptLookup, SuffixDraft
+
+
+class PlainDecoding(DraftDocument):
+    """No draft: nothing that was tried is faster than plain decoding."""
+
+    kind: Literal["none"] = "none"
+    drafts: ClassVar[bool] = False
+    name: ClassVar[str] = "plain decoding"
+    phrase: ClassVar[str] = "plain decoding"
 
 
 @dataclass(frozen=True)
@@ -22,7 +37,11 @@ class DraftKind:
 
     document: type[DraftDocument]
     drafter: str
-    """`module:name` of a `decoding.drafters.contract.NewDrafter`."""
+    """`module:name` of a function that builds a `decoding.drafters.contract.Drafter`, or None for plain decoding.
+
+    It is called with the target, the draft without the lookup before it, `Decoding` and `heads`; `prefix_reuse` is off in bit-exact
+    mode. Raises ValueError for layers that the target does not have, and `ExitHeadError` for a head that `heads` does not hold.
+    """
     predictor: str
     """`module:name` of a class that implements `studies.prediction.contract.DraftPredictor`."""
 
@@ -33,8 +52,34 @@ class DraftKind:
         return resolve_name(self.predictor)
 
 
-KINDS: dict[str, DraftKind] = {}
-"""The draft kinds by name; see `decoding.drafts.registry`."""
+KINDS: dict[str, DraftKind] = {
+    "layer_skip": DraftKind(
+        LayerSkip, "decoding.drafters.layer_skip:new_drafter", "studies.prediction.predictors:SkipPredictor"
+    ),
+    "early_exit": DraftKind(
+        EarlyExit, "decoding.drafters.early_exit:new_drafter", "studies.prediction.predictors:ExitPredictor"
+    ),
+    "feature_head": DraftKind(
+        FeatureHeadDraft,
+        "decoding.drafters.feature_head:new_drafter",
+        "studies.prediction.predictors:FeatureHeadPredictor",
+    ),
+    "prompt_lookup": DraftKind(
+        PromptLookup, "decoding.drafters.prompt_lookup:new_drafter", "studies.prediction.predictors:CopyPredictor"
+    ),
+    "suffix_automaton": DraftKind(
+        SuffixDraft, "decoding.drafters.prompt_lookup:new_drafter", "studies.prediction.predictors:CopyPredictor"
+    ),
+    "none": DraftKind(
+        PlainDecoding, "decoding.drafters.build:no_drafter", "studies.prediction.predictors:PlainPredictor"
+    ),
+}
+"""The draft kinds by name."""
+
+
+def infer_kind(keys: Collection[str]) -> str:
+    """Return the kind whose document has most of `keys`; the first registered one among equals."""
+    return max(KINDS, key=lambda name: len(KINDS[name].document.model_fields.keys() & set(keys)))
 
 
 class _ByKind:

@@ -10,9 +10,8 @@ from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdap
 from pydantic_core import CoreSchema, core_schema
 
 from decoding.documents.strict_yaml import Document
+from decoding.drafts.copies import NgramCopies, SuffixCopies
 from decoding.drafts.history import RequestHistory
-from decoding.drafts.ngrams import NgramCopies
-from decoding.drafts.suffix_copies import SuffixCopies
 
 # Longer n-grams hardly ever repeat, and each length costs an index of the sequence.
 LONGEST_NGRAM = 32

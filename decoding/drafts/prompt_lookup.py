@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from decoding.drafts.contract import DraftDocument
-from decoding.drafts.lookup import NgramMatch, SuffixMatch, lookup_columns
+from decoding.drafts.lookup import NgramMatch, SuffixMatch
 
 
 class PromptLookup(NgramMatch, DraftDocument):
@@ -20,10 +20,6 @@ class PromptLookup(NgramMatch, DraftDocument):
     @property
     def phrase(self) -> str:
         return f"prompt lookup ({self.match})"
-
-    @property
-    def own_columns(self) -> dict[str, Any]:
-        return lookup_columns(self)
 
 
 class SuffixDraft(SuffixMatch, DraftDocument):
@@ -42,7 +38,3 @@ class SuffixDraft(SuffixMatch, DraftDocument):
     @property
     def phrase(self) -> str:
         return f"suffix automaton ({self.match})"
-
-    @property
-    def own_columns(self) -> dict[str, Any]:
-        return lookup_columns(self)

@@ -21,7 +21,7 @@ from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.decoder import Decoder
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Drafter, Proposal, max_leaves_of, prefill_target
+from decoding.drafters.contract import Drafter, Proposal
 from decoding.profile import Interval
 from decoding.rounds import Round
 from decoding.runners.contract import Outputs
@@ -157,20 +157,16 @@ class DraftControl:
             self._num_left_out = 0
 
 
-class _ControlledDrafter:
+class _ControlledDrafter(Drafter):
     """A drafter that proposes nothing while `drafts()` is false; its rounds are those of plain decoding then."""
 
     def __init__(self, drafter: Drafter, drafts: Callable[[], bool]) -> None:
-        self._drafter, self._drafts = drafter, drafts
-
-    @property
-    def max_leaves(self) -> int:
-        return max_leaves_of(self._drafter)
+        self._drafter, self._drafts, self.tree = drafter, drafts, drafter.tree
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         if self._drafts():
             return self._drafter.prefill(sequence, cache)
-        return prefill_target(self._drafter, sequence, cache)
+        return self._drafter.prefill_target(sequence, cache)
 
     def draft(
         self,

@@ -19,8 +19,8 @@ from decoding.acceptance import Greedy
 from decoding.decode import Request
 from decoding.draft_length import Controller, CostAwareRule, DraftLengthRule, Looking, RoundCosts
 from decoding.drafters.build import build_drafter
-from decoding.drafters.contract import Drafter, Proposal, max_leaves_of
-from decoding.drafters.lookup_first import steered_part
+from decoding.drafters.contract import Drafter, Proposal
+from decoding.drafters.prompt_lookup import steered_part
 from decoding.drafts import Draft
 from decoding.head_folder import HeadFolder
 from decoding.lockstep import shared_batch_size
@@ -125,7 +125,7 @@ class _RoundBench:
         for _ in range(num_sequences):
             passage = torch.randint(target.config.vocab_size, (prompt_length // 2 + 1,), generator=stream).tolist()
             texts.append((passage * 2)[: prompt_length + 1])
-        capacity = prompt_length + 1 + longest + max_leaves_of(drafter)
+        capacity = prompt_length + 1 + longest + drafter.max_leaves
         self._batch = PromptedBatch(target, texts, prompt_length, capacity, drafter.prefill)
 
     def sweep(self) -> list[_Timed]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from decoding.drafts import Draft
-from decoding.drafts.precision import label_quantised
+from decoding.drafts.contract import label_quantised
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller, DraftLengthRule
-from decoding.drafters.contract import Proposal
+from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.prompt_lookup import length_allowed
 from decoding.drafts import DraftDocument, DraftKind
 from decoding.head_folder import HeadFolder
@@ -48,7 +48,7 @@ def cycle(text: TokenSequence, num_tokens: int, period: int) -> list[int] | None
     return [last[index % period] for index in range(num_tokens)] if len(last) == period else None
 
 
-class CycleDrafter:
+class CycleDrafter(Drafter):
     def __init__(self, target: Target, period: int) -> None:
         self._target, self._period = target, period
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.optimize import nnls
 
-from decoding.drafts.ngrams import NgramIndex
+from decoding.drafts.copies import NgramIndex
 
 if TYPE_CHECKING:
     from studies.measurement import Measurement

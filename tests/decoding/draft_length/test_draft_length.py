@@ -27,8 +27,7 @@ from decoding.draft_length import (
     RoundCosts,
     TopProbability,
 )
-from decoding.draft_length.ada_edl import AdaEdlController
-from decoding.draft_length.adaptive_threshold import AdaptiveThreshold
+from decoding.draft_length.ada_edl import AdaptiveThreshold
 
 
 def distribution(*probabilities: float) -> DraftDistribution:
@@ -196,7 +195,7 @@ def test_token_below_the_threshold_is_the_last(threshold: float, decision: Decis
 # --- AdaEDL -----------------------------------------------------------------------------------------------------------------
 
 
-def ada_edl(**settings: float | bool) -> AdaEdlController:
+def ada_edl(**settings: float | bool) -> AdaptiveThreshold:
     return AdaEdl(**settings).controller()
 
 

@@ -24,7 +24,7 @@ from decoding.draft_length import (
 from decoding.drafters.build import build_drafter
 from decoding.drafters.contract import Drafter
 from decoding.drafters.early_exit import EarlyExitDrafter
-from decoding.drafters.lookup_first import LookupFirst
+from decoding.drafters.prompt_lookup import LookupFirst
 from decoding.drafts import EarlyExit, Lookup, PlainDecoding
 from decoding.errors import ExitHeadError, UnsupportedModelError
 from decoding.rounds import Generation, Prefill, Round

@@ -17,9 +17,9 @@ from decoding.decode import Request, capacity_for, speculative
 from decoding.decoder import Decoder
 from decoding.draft_length import AdaEdl, Controller, Fixed
 from decoding.drafters.build import build_drafter
-from decoding.drafters.contract import Drafter, Proposal, max_leaves_of
+from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.feature_head import FeatureHeadDrafter
-from decoding.drafters.lookup_first import LookupFirst
+from decoding.drafters.prompt_lookup import LookupFirst
 from decoding.drafts import DraftHead, FeatureHeadDraft, FixedLeaves, Lookup
 from decoding.errors import ExitHeadError
 from decoding.head_folder import HeadFolder
@@ -42,16 +42,13 @@ NUM_STEPS = 4
 TargetOf = Callable[[str], Target]
 
 
-class Watched:
+class Watched(Drafter):
     """A drafter that notes the drafts of each round, with the number of tokens before them."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self.rounds: list[tuple[int, list[int]]] = []
-
-    @property
-    def max_leaves(self) -> int:
-        return max_leaves_of(self._drafter)
+        self.tree = drafter.tree
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         return self._drafter.prefill(sequence, cache)

@@ -22,10 +22,9 @@ from decoding.drafters.build import build_drafter
 from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
-from decoding.drafters.lookup_first import LookupFirst, steered_part
-from decoding.drafters.prompt_lookup import CopyDrafter
+from decoding.drafters.prompt_lookup import CopyDrafter, LookupFirst, steered_part
 from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft, SuffixLookup
-from decoding.drafts.ngrams import NgramCopies, copied
+from decoding.drafts.copies import NgramCopies, copied
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.rounds import Generation, Round

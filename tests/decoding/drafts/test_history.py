@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from decoding.drafts.copies import SuffixCopies
 from decoding.drafts.history import RequestHistory
-from decoding.drafts.suffix_copies import SuffixCopies
 
 
 def kept(history: RequestHistory) -> list[tuple[int, ...]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from decoding.drafts.ngrams import NgramIndex
+from decoding.drafts.copies import NgramIndex
 
 
 def found(token_ids: Sequence[int], length: int) -> int | None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from decoding.drafts.copies import SuffixCopies
 from decoding.drafts.history import RequestHistory
-from decoding.drafts.suffix_copies import SuffixCopies
 
 
 def copies_of(tokens: Sequence[int], history: RequestHistory | None = None, **settings: Any) -> SuffixCopies:

@@ -17,8 +17,7 @@ from decoding.draft_length import BetaThompson, Controller, CostAwareRule, Draft
 from decoding.drafters.build import build_drafter
 from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.layer_skip import LayerSkipDrafter
-from decoding.drafters.lookup_first import LookupFirst
-from decoding.drafters.prompt_lookup import CopyDrafter
+from decoding.drafters.prompt_lookup import CopyDrafter, LookupFirst
 from decoding.drafts import Draft, LayerSkip, Lookup, PlainDecoding, PromptLookup, SuffixDraft
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
@@ -44,7 +43,7 @@ class Clock:
 
 
 @dataclass
-class TimedDrafter:
+class TimedDrafter(Drafter):
     """A drafter that computes nothing, takes scripted seconds and records the positions of its drafts."""
 
     clock: Clock
