@@ -45,7 +45,8 @@ def service() -> Service:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
     decoder = Decoder(target, LayerSkip.blocks((3, 4)), Fixed(max_tokens=3))
-    return new_service(decoder, tokenizer, "tiny", ServerLimits(num_rows=3, max_waiting=8, max_length=64))
+    limits = ServerLimits(num_rows=3, max_waiting=8, max_length=64)
+    return new_service(decoder, tokenizer, "tiny", limits, always_draft=True)  # whatever the load of this machine
 
 
 @pytest.fixture(scope="module")
