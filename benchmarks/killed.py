@@ -415,8 +415,7 @@ def killed_searches(
                 kills.count(changed(known, found), of=f"{name}, {part}")
                 killed[part] += 1
                 known = found
-        problem = None if _over_within(way, LIMIT_SECONDS) else f"no end after {LIMIT_SECONDS} s"
-        problem = problem or way.failure()
+        problem = _hanging(way, name) or way.failure()
         if problem is None:
             records = way.records(name)
             problem = changed(known, records) or difference(
@@ -426,6 +425,16 @@ def killed_searches(
         if problem is not None:
             break  # a search that hangs or fails would do so again
     return [kills, ends], killed
+
+
+def _hanging(way: Way, name: str) -> str | None:
+    """Wait until the search is over; return how it hung if no trial ended for long, or None."""
+    before = -1
+    while not _over_within(way, LIMIT_SECONDS):
+        if (count := len(way.records(name))) == before:
+            return f"no trial, and no end, within {LIMIT_SECONDS} s"
+        before = count
+    return None
 
 
 def _over_within(way: Way, seconds: float) -> bool:

@@ -9,6 +9,7 @@ import inspect
 import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -179,6 +180,8 @@ def sampler_names() -> list[str]:
 def _reason_against(name: str) -> str | None:
     if name not in optuna.samplers.__all__ or not inspect.isclass(getattr(optuna.samplers, name)):
         return "Optuna has no such sampler"
+    if name == "CmaEsSampler" and find_spec("cmaes") is None:  # which it imports when it first samples
+        return "it needs a package: pip install cmaes"
     try:
         _new(name, 0)
     except TypeError:
