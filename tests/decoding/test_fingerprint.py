@@ -5,21 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from decoding.fingerprint import fingerprint, tokenizer_sha256
 from tests.support.tiny import tiny_llama, tiny_tokenizer
-
-
-def test_precision_and_folder_do_not_matter(tmp_path: Path) -> None:
-    tiny_llama().to(torch.bfloat16).save_pretrained(tmp_path / "a")
-    loads = [
-        AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
-    ]
-    loads[0].config.name_or_path = "elsewhere"
-    assert fingerprint(loads[0]) == fingerprint(loads[1])
 
 
 def test_precision_does_not_matter_where_a_configuration_holds_others(tmp_path: Path) -> None:
@@ -47,13 +37,6 @@ def test_how_attention_is_computed_does_not_matter(tmp_path: Path) -> None:
     assert fingerprint(loads[0]) == fingerprint(loads[1]) == fingerprint(tiny_llama())
 
 
-def test_generating_and_hashing_change_nothing() -> None:
-    model = tiny_llama()
-    before = fingerprint(model)
-    model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, do_sample=False)
-    assert fingerprint(model) == before
-
-
 def test_the_ends_of_a_weight_are_sampled() -> None:
     for index in (0, -1):
         model = tiny_llama()
@@ -78,37 +61,18 @@ def test_the_same_weights_under_other_names_are_other_weights() -> None:
     assert fingerprint(model).weights_sha256 != fingerprint(renamed).weights_sha256
 
 
-def test_other_weights_and_shapes_are_seen() -> None:
-    base = fingerprint(tiny_llama())
-    changed = tiny_llama()
-    with torch.no_grad():
-        changed.model.layers[3].mlp.up_proj.weight.view(-1)[0] += 1.0  # a sampled index
-    assert fingerprint(changed).weights_sha256 != base.weights_sha256
-    assert fingerprint(tiny_llama(seed=1)).weights_sha256 != base.weights_sha256
-    assert fingerprint(tiny_llama(5)).weights_sha256 != base.weights_sha256
-    assert fingerprint(tiny_llama()) == base
+def test_every_setting_that_computes_something_else_is_seen() -> None:
+    for setting in ("rms_norm_eps", "hidden_act", "num_attention_heads"):
+        model = tiny_llama()
+        setattr(model.config, setting, {"rms_norm_eps": 0.5, "hidden_act": "relu", "num_attention_heads": 2}[setting])
+        assert fingerprint(model).config_sha256 != fingerprint(tiny_llama()).config_sha256
 
 
-def test_a_configuration_that_computes_something_else_is_seen() -> None:
-    model = tiny_llama()
-    before = fingerprint(model)
-    model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 5e5}
-    assert fingerprint(model).config_sha256 != before.config_sha256
-    assert fingerprint(model).weights_sha256 == before.weights_sha256
-
-
-@pytest.mark.parametrize("setting", ["rms_norm_eps", "hidden_act", "num_attention_heads"])
-def test_every_setting_that_computes_something_else_is_seen(setting: str) -> None:
-    model = tiny_llama()
-    setattr(model.config, setting, {"rms_norm_eps": 0.5, "hidden_act": "relu", "num_attention_heads": 2}[setting])
-    assert fingerprint(model).config_sha256 != fingerprint(tiny_llama()).config_sha256
-
-
-@pytest.mark.parametrize("setting", ["name_or_path", "use_cache", "dtype", "transformers_version", "architectures"])
-def test_settings_of_loading_do_not_matter(setting: str) -> None:
-    model = tiny_llama()
-    setattr(model.config, setting, {"use_cache": False, "architectures": ["X"]}.get(setting, "float16"))
-    assert fingerprint(model) == fingerprint(tiny_llama())
+def test_settings_of_loading_do_not_matter() -> None:
+    for setting in ("name_or_path", "use_cache", "dtype", "transformers_version", "architectures"):
+        model = tiny_llama()
+        setattr(model.config, setting, {"use_cache": False, "architectures": ["X"]}.get(setting, "float16"))
+        assert fingerprint(model) == fingerprint(tiny_llama())
 
 
 def test_another_end_of_text_token_is_another_tokenizer() -> None:

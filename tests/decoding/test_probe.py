@@ -21,7 +21,7 @@ from decoding.probe import probe
 from decoding.runners.contract import Outputs
 from decoding.target import ResumeView, Target
 from decoding.target.soundness import CONTEXT_TOKENS
-from tests.support.families import NUM_LAYERS, REFUSED, SUPPORTED, build, dbrx, liven, make
+from tests.support.families import NUM_LAYERS, PROMISED, REFUSED, build, dbrx, liven, make
 from tests.support.tiny import tiny_llama
 
 
@@ -39,23 +39,13 @@ class Remembering(nn.Module):
         return output
 
 
-PROMISED = [
-    *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "olmo2"),
-    *("gpt_neox_parallel", "gpt_neox_sequential", "mixtral"),
-]
-
-
-@pytest.mark.parametrize("family", PROMISED)
+@pytest.mark.parametrize("family", sorted(PROMISED))
 def test_everything_in_the_promised_families_can_be_skipped(family: str) -> None:
     found = probe(build(family))
     every = tuple(range(NUM_LAYERS))
     assert found.refusal is None
     assert (found.skippable_blocks, found.skippable_attention, found.skippable_mlp) == (every, every, every)
     assert found.prefix_reuse
-
-
-def test_the_promised_families_are_all_among_those_tested() -> None:
-    assert set(PROMISED) <= set(SUPPORTED)
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -67,11 +57,7 @@ def test_a_model_whose_cache_cannot_roll_back_is_refused_with_the_reason(family:
     assert not found.is_supported
 
 
-def test_low_precision_is_probed_too() -> None:
-    assert probe(tiny_llama().to(torch.bfloat16)).refusal is None
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
 def test_probing_leaves_the_model_as_it_was(family: str) -> None:
     model = build(family)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -97,11 +83,6 @@ def test_a_model_in_training_mode_is_switched_to_evaluation() -> None:
     assert not any(module.training for module in model.modules())
 
 
-def test_probing_twice_finds_the_same() -> None:
-    model = build("gemma2")
-    assert probe(model) == probe(model)
-
-
 def test_facts_of_the_model_are_reported_with_the_findings() -> None:
     model = tiny_llama()
     found = probe(model)
@@ -124,10 +105,9 @@ def test_a_cache_that_does_not_roll_back_is_detected(monkeypatch: pytest.MonkeyP
     assert "does not roll back" in found.refusal
 
 
-@pytest.mark.parametrize("layer", [0, 2, 5])
-def test_state_kept_outside_the_cache_is_detected(layer: int) -> None:
+def test_state_kept_outside_the_cache_is_detected() -> None:
     model = tiny_llama()
-    block = model.model.layers[layer]
+    block = model.model.layers[5]
     block.mlp = Remembering(block.mlp)
     found = probe(model)
     assert found.refusal is not None
@@ -247,8 +227,7 @@ def test_a_sliding_window_kept_by_the_cache_alone_is_refused() -> None:
     assert "keeps its sliding window by dropping positions from the cache" in found.refusal
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "mistral", "gpt_oss"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("family", "dtype"), [("gemma3", torch.float16), ("mistral", torch.bfloat16)])
 def test_a_sliding_window_kept_by_masks_is_found_in_any_precision(family: str, dtype: torch.dtype) -> None:
     """Two equal tokens have equal values: attention over one or both of them differs by rounding only."""
     Target(build(family).to(dtype)).checks.cache()

@@ -14,21 +14,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.acceptance import Acceptance, Sampling, accept_certain, accept_sampled
-from decoding.decode import autoregressive, speculative
-from decoding.draft_length import AdaEdl, BetaThompson, CalibratedThompson, DraftLengthRule, Fixed, RoundCosts
+from decoding import acceptance
+from decoding.acceptance import (
+    Acceptance,
+    Leaves,
+    Sampling,
+    accept_certain,
+    accept_leaf_sampled,
+    accept_sampled,
+    sample_several,
+)
+from decoding.decode import speculative
+from decoding.draft_length import AdaEdl, DraftLengthRule, Fixed
 from decoding.drafters.build import build_drafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
-from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft, SuffixLookup
+from decoding.drafts import Draft, LayerSkip, Lookup, SizedLeaves, SuffixDraft
 from decoding.drafts.history import RequestHistory
-from decoding.rounds import Prefill, Round
-from tests.support.chi_square import ALPHA, Outcome, p_value
+from decoding.rounds import Prefill
 from tests.support.sampled import (
+    ALPHA,
     NUM_SEQUENCES,
     NUM_WITH_COPIES,
     PROMPT,
+    Outcome,
     exact_distribution,
     first_tokens,
+    p_value,
     request_for,
     sampling_target,
 )
@@ -80,9 +91,8 @@ EXPECTED_PAIRS = {
 }
 
 
-@pytest.mark.parametrize("num_drafted", [1, 2])
-def test_speculative_sampling_is_distributed_as_the_target(num_drafted: int) -> None:
-    assert p_value(first_two_tokens(accept_sampled, num_drafted, seed=1), EXPECTED_PAIRS) > ALPHA
+def test_speculative_sampling_is_distributed_as_the_target() -> None:
+    assert p_value(first_two_tokens(accept_sampled, 2, seed=1), EXPECTED_PAIRS) > ALPHA
 
 
 def test_certain_drafts_need_no_explicit_distribution() -> None:
@@ -117,17 +127,50 @@ def accept_by_target_alone(drafted: Tensor, q: Tensor, p: Tensor, generator: tor
     return accept_sampled(drafted, torch.ones_like(q), p, generator)
 
 
-def accept_all(drafted: Tensor, q: Tensor, p: Tensor, generator: torch.Generator) -> Tensor:
-    """Wrong: it accepts every draft."""
-    return verdict(len(drafted), draw(p[len(drafted)], generator), drafted)
-
-
-WRONG = [reject_to_target, accept_by_target_alone, accept_all]
-
-
-@pytest.mark.parametrize("judge", WRONG, ids=lambda judge: judge.__name__)
+@pytest.mark.parametrize("judge", [reject_to_target, accept_by_target_alone], ids=lambda judge: judge.__name__)
 def test_wrong_acceptance_fails_the_same_test(judge: Judge) -> None:
     assert p_value(first_two_tokens(judge, 2, seed=1), EXPECTED_PAIRS) < 1e-9
+
+
+# --- side leaves ------------------------------------------------------------------------------------------------------
+
+
+def tokens_beside_leaves(counts: Sequence[int], seed: int) -> Counter[Outcome]:
+    """Write two tokens many times: a chain of two drafts, with this number of leaves beside each, is judged."""
+    generator = torch.Generator().manual_seed(seed)
+    outcomes: Counter[Outcome] = Counter()
+    for _ in range(NUM_ROUNDS // 2):
+        first = sample_several(DRAFT[0], 1 + counts[0], generator).tolist()
+        second = sample_several(DRAFT[1][first[0]], 1 + counts[1], generator).tolist()
+        chain, beside = [first[0], second[0]], [*first[1:], *second[1:]]
+        paths = [(), (chain[0],), tuple(chain), *((x,) for x in first[1:]), *((chain[0], x) for x in second[1:])]
+        q = torch.stack([DRAFT[0], DRAFT[1][chain[0]]])
+        p = torch.stack([TARGET[len(path)][path] for path in paths])
+        leaves = Leaves(torch.tensor(beside), counts)
+        judged = accept_leaf_sampled(torch.tensor(chain), leaves, q, p, generator)
+        num_accepted, leaf, token, after, *_ = judged.tolist()
+        text = [*chain[:num_accepted], token, *([after] if leaf >= 0 else [])]
+        if len(text) == 1:
+            text.append(draw(TARGET[1][text[0]], generator))
+        outcomes[text[0], text[1]] += 1
+    return outcomes
+
+
+@pytest.mark.parametrize("counts", [(0, 3), (4, 4)])
+def test_sampled_leaves_keep_the_distribution(counts: tuple[int, int]) -> None:
+    assert p_value(tokens_beside_leaves(counts, seed=1), EXPECTED_PAIRS) > ALPHA
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("_without", lambda probabilities, token_ids: probabilities), ("_residual", lambda target, draft: target)],
+    ids=["leaves drawn with replacement", "a rejection changes nothing"],
+)
+def test_wrong_acceptance_of_leaves_fails_the_same_test(
+    name: str, wrong: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acceptance, name, wrong)
+    assert p_value(tokens_beside_leaves((2, 1), seed=1), EXPECTED_PAIRS) < 1e-6
 
 
 # --- whole sequences of a tiny model-----------------------------------------------------------------------------------------
@@ -144,43 +187,26 @@ def many_texts(processors: str, rule: DraftLengthRule, draft: Draft, acceptance:
     )
 
 
-COSTS = RoundCosts(draft_step=0.1, verify=(1.0, 1.02))
-CASES: Sequence[tuple[str, DraftLengthRule, Draft]] = [
-    ("temperature", Fixed(max_tokens=3), LayerSkip.blocks((0, 1))),
-    (
+CASES: dict[str, tuple[str, DraftLengthRule, Draft]] = {
+    "AdaEDL and processors": (
         "temperature, penalty and top-k",
         AdaEdl(max_tokens=3, initial_threshold=0.4, step=0.2, keep_last=False),
         LayerSkip(skip_attention=(0, 1)),
     ),
-    ("temperature", BetaThompson(max_tokens=3, costs=COSTS), LayerSkip(skip_attention=(0, 1))),
-    ("temperature", CalibratedThompson(max_tokens=3, costs=COSTS), LayerSkip(skip_attention=(0, 1))),
-    ("temperature", Fixed(max_tokens=3), PromptLookup()),
-    ("temperature", BetaThompson(max_tokens=3, costs=COSTS), PromptLookup(max_ngram=1)),
-    (
+    "lookup, then skip and processors": (
         "temperature, penalty and top-k",
         Fixed(max_tokens=2),
         LayerSkip(skip_attention=(0, 1), lookup=Lookup(max_ngram=2, max_tokens=2)),
     ),
-    ("temperature", Fixed(max_tokens=3), EarlyExit(exit_layer=1, lookup=Lookup(max_tokens=3))),
-    ("temperature", Fixed(max_tokens=3), SuffixDraft()),
-]
+    "side leaves and processors": (
+        "temperature, penalty and top-k",
+        Fixed(max_tokens=3),
+        LayerSkip(skip_attention=(0, 1), tree=SizedLeaves(least_gain=0.05, max_leaves=3)),
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("processors", "rule", "draft"),
-    CASES,
-    ids=[
-        "fixed",
-        "AdaEDL",
-        "Beta-Thompson",
-        "calibrated Thompson",
-        "lookup",
-        "lookup and Beta-Thompson",
-        "lookup, then skip",
-        "lookup, then exit",
-        "suffix automaton",
-    ],
-)
+@pytest.mark.parametrize(("processors", "rule", "draft"), CASES.values(), ids=CASES)
 def test_sampled_texts_are_distributed_as_the_model(processors: str, rule: DraftLengthRule, draft: Draft) -> None:
     generator = torch.Generator().manual_seed(7)
     counts = many_texts(processors, rule, draft, Sampling(generator))
@@ -212,69 +238,13 @@ def texts_of_one_tenant(draft: Draft, acceptance: Acceptance) -> tuple[Counter[O
     return counts, history.num_copied_from - NUM_WITH_COPIES  # adding an answer asks for it, too
 
 
-WITH_HISTORY = [
-    SuffixDraft(min_token_prob=0.0),
-    LayerSkip(skip_attention=(0, 1), lookup=SuffixLookup(max_tokens=3, min_token_prob=0.0)),
-]
+WITH_HISTORY = SuffixDraft(min_token_prob=0.0)
 
 
-@pytest.mark.parametrize("draft", WITH_HISTORY, ids=["alone", "before a skip"])
-def test_texts_that_copy_from_earlier_answers_are_distributed_as_the_model(draft: Draft) -> None:
-    counts, copied = texts_of_one_tenant(draft, Sampling(torch.Generator().manual_seed(7)))
+def test_texts_that_copy_from_earlier_answers_are_distributed_as_the_model() -> None:
+    counts, copied = texts_of_one_tenant(WITH_HISTORY, Sampling(torch.Generator().manual_seed(7)))
     assert copied > NUM_WITH_COPIES / 2, "so often that a wrong acceptance would show, as below"
     assert p_value(counts, exact_distribution("temperature")) > ALPHA
-
-
-def test_plain_sampling_passes_the_same_test() -> None:
-    request = request_for("temperature", Sampling(torch.Generator().manual_seed(8)))
-    counts = Counter(first_tokens(autoregressive(sampling_target(), request)) for _ in range(NUM_SEQUENCES))
-    assert p_value(counts, exact_distribution("temperature")) > ALPHA
-
-
-class WrongSampling(Sampling):
-    """Draws like `Sampling` and judges by one of the wrong functions."""
-
-    def __init__(self, judge: Judge, generator: torch.Generator) -> None:
-        super().__init__(generator)
-        self._judge, self._stream = judge, generator
-
-    def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> Tensor:
-        if probabilities is None:
-            return super().accept(drafted, probabilities, scores)
-        return self._judge(drafted, probabilities, scores.softmax(dim=-1), self._stream)
-
-
-@pytest.mark.parametrize("judge", [reject_to_target, accept_by_target_alone], ids=lambda judge: judge.__name__)
-def test_texts_of_a_wrong_acceptance_fail_the_same_test(judge: Judge) -> None:
-    processors, rule, draft = CASES[0]
-    wrong = WrongSampling(judge, torch.Generator().manual_seed(7))
-    assert p_value(many_texts(processors, rule, draft, wrong), exact_distribution(processors)) < 1e-6
-
-
-class TrustingCopies(Sampling):
-    """Wrong: it accepts every looked-up token."""
-
-    def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> Tensor:
-        return verdict(len(drafted), int(super().accept(drafted[:0], None, scores[-1:])[1]), drafted)
-
-
-class RepeatingCopies(Sampling):
-    """Wrong: after a rejection it samples from the whole target, including the rejected copy."""
-
-    def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> Tensor:
-        num_accepted = int(super().accept(drafted, probabilities, scores)[0])
-        return verdict(num_accepted, int(super().accept(drafted[:0], None, scores[num_accepted:])[1]), drafted)
-
-
-def test_wrong_acceptance_of_earlier_answers_fails_the_same_test() -> None:
-    counts, _ = texts_of_one_tenant(WITH_HISTORY[0], TrustingCopies(torch.Generator().manual_seed(7)))
-    assert p_value(counts, exact_distribution("temperature")) < 1e-6
-
-
-@pytest.mark.parametrize("wrong", [TrustingCopies, RepeatingCopies])
-def test_texts_of_a_wrong_acceptance_of_copies_fail_the_same_test(wrong: type[Sampling]) -> None:
-    counts = many_texts("temperature", Fixed(max_tokens=3), PromptLookup(), wrong(torch.Generator().manual_seed(7)))
-    assert p_value(counts, exact_distribution("temperature")) < 1e-6
 
 
 def test_seeded_texts_are_the_same_at_every_run() -> None:
@@ -285,13 +255,3 @@ def test_seeded_texts_are_the_same_at_every_run() -> None:
         return [step.token if isinstance(step, Prefill) else step.tokens for step in steps]
 
     assert text() == text()
-
-
-def test_draft_that_is_the_target_has_every_token_accepted() -> None:
-    request = request_for("temperature", Sampling(torch.Generator().manual_seed(5)))
-    drafter = LayerSkipDrafter(sampling_target(), LayerSkip())
-    for _ in range(20):
-        _, *rounds = speculative(sampling_target(), drafter, Fixed(max_tokens=3).controller(), request)
-        for step in rounds:
-            assert isinstance(step, Round)
-            assert step.num_accepted == step.num_drafted

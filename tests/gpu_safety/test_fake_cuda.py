@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -17,14 +18,13 @@ from decoding.draft_length import AdaEdl, Fixed, TopProbability
 from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.errors import ProfileWarning, UnsupportedModelError
-from decoding.fingerprint import fingerprint
-from decoding.profile import Decoding, DraftProfile, TargetIdentity
 from decoding.rounds import Generation
 from decoding.target import Target
 from decoding.target.heads import new_exit_head
 from decoding.text import Ending
-from tests.support.fake_cuda import DEVICE, FakeCuda, fake_cuda
+from tests.support.fake_cuda import DEVICE, fake_cuda
 from tests.support.families import SUPPORTED, build, of_depth
+from tests.support.profiles import profile_of
 
 PROMPT = (7, 3, 9, 7, 3)
 NUM_NEW_TOKENS = 3
@@ -102,18 +102,7 @@ def test_quantised_drafts_are_refused_on_a_gpu(draft: LayerSkip | EarlyExit) -> 
 @pytest.mark.parametrize("on_mismatch", ["error", "plain"])
 def test_a_profile_with_bits_is_refused_or_left_on_a_gpu_as_it_asks(on_mismatch: OnMismatch) -> None:
     model = build("llama", num_hidden_layers=NUM_LAYERS).to(torch.bfloat16)
-    found = fingerprint(model)
-    identity = TargetIdentity(
-        model="tiny",
-        architecture="LlamaForCausalLM",
-        num_layers=NUM_LAYERS,
-        dtype="bfloat16",
-        config_sha256=found.config_sha256,
-        weights_sha256=found.weights_sha256,
-    )
-    profile = DraftProfile(
-        name="tiny", target=identity, draft=LayerSkip(bits=8), draft_length=Fixed(), decoding=Decoding(runner="eager")
-    )
+    profile = profile_of(model, LayerSkip(bits=8), dtype="bfloat16")
     with fake_cuda() as device, pytest.MonkeyPatch.context() as patch:
         patch.setattr("decoding.deploy.custom_generate.check_target", lambda *_: None)  # it reads values
         decoder = load_decoder(profile, on_mismatch=on_mismatch)
@@ -124,10 +113,6 @@ def test_a_profile_with_bits_is_refused_or_left_on_a_gpu_as_it_asks(on_mismatch:
             return
         with pytest.warns(ProfileWarning, match="decoding plainly, without profile 'tiny': .* no kernel on cuda yet"):
             assert decoder.decoder_on(target).drafter is None
-
-
-def read_pinned(device: FakeCuda) -> None:
-    torch.zeros(3, device=DEVICE).copy_(torch.zeros(6, pin_memory=True)[:3], non_blocking=True)
 
 
 NOTED: dict[str, tuple[Callable[[Tensor], object], int]] = {
@@ -152,11 +137,11 @@ NOTED: dict[str, tuple[Callable[[Tensor], object], int]] = {
 }
 
 
-@pytest.mark.parametrize(("work", "num_waits"), NOTED.values(), ids=NOTED)
-def test_the_fake_device_notes_each_wait(work: Callable[[Tensor], object], num_waits: int) -> None:
+def test_the_fake_device_notes_each_wait() -> None:
     with fake_cuda() as device:
-        values = torch.zeros(4, device=DEVICE)
-        assert device.waits_of(lambda: work(values)).total() == num_waits
+        for name, (work, num_waits) in NOTED.items():
+            values = torch.zeros(4, device=DEVICE)
+            assert device.waits_of(partial(work, values)).total() == num_waits, name
 
 
 def test_the_fake_device_refuses_tensors_of_two_devices() -> None:

@@ -6,9 +6,11 @@ The second half plants defects in passes and in recorders, and checks that they 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +18,11 @@ from torch import Tensor
 
 from decoding.acceptance import Leaves, accept_leaf_greedy
 from decoding.decoder import Decoder, plain_decoder
-from decoding.draft_length import DraftLengthRule
 from decoding.runners.buckets import GPU_BUCKETS
 from decoding.runners.features import SpeedFeatures
 from decoding.target import Target
-from tests.support.fake_graphs import FakeGraphs, RecordingError
-from tests.support.families import build, target_of
+from tests.support.fake_graphs import FakeGraph, FakeGraphs, RecordingError
+from tests.support.families import PROMISED, build, target_of
 from tests.support.grid import RULES
 from tests.support.recorded_decoding import (
     DRAFTS,
@@ -33,7 +34,6 @@ from tests.support.recorded_decoding import (
     requests,
 )
 from tests.support.recorders import unchecked
-from tests.support.wrong_graphs import EmptyGraphs, ForgetfulGraphs, SharingGraphs, UnpoisonedGraphs, WrongGraphs
 
 
 @functools.cache
@@ -58,34 +58,21 @@ def eager_texts(family: str) -> list[tuple[int, ...]]:
 # --- the same text ----------------------------------------------------------------------------------------------------
 
 
-def check(family: str, draft: str, rules: Sequence[DraftLengthRule], folder: Path) -> None:
-    """Decode with every rule, with and without prefix reuse in turns."""
-    target, graphs = fake_graphs_of(family)
-    replayed, plain = graphs.num_replayed, eager_texts(family)
-    for number, rule in enumerate(rules):
-        prefix_reuse = (list(DRAFTS).index(draft) + number) % 2 == 0
-        decoder = decoder_of(target, draft, rule, folder, prefix_reuse=prefix_reuse)
-        assert alone_and_together(decoder) == [plain[-1], *plain], rule
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replayed_text_is_the_eager_text(family: str, tmp_path: Path) -> None:
+    """Every third draft and all rules in turn, with and without prefix reuse in turns: three families decode every draft."""
+    (target, graphs), plain = fake_graphs_of(family), eager_texts(family)
+    replayed, first = graphs.num_replayed, FAMILIES.index(family) % 3
+    drafts = list(DRAFTS) if family in PROMISED else ["half blocks", "exit", HEAD]
+    for number, draft in enumerate(drafts[first::3]):
+        rule = list(RULES.values())[(3 * number + first) % len(RULES)]
+        decoder = decoder_of(target, draft, rule, tmp_path, prefix_reuse=number % 2 == 0)
+        assert alone_and_together(decoder) == [plain[-1], *plain], f"{draft}, {rule.describe()}"
         assert graphs.strangers(decoder) == []
     assert graphs.num_replayed > replayed
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_replayed_text_is_the_eager_text(draft: str, tmp_path: Path) -> None:
-    first = list(DRAFTS).index(draft)
-    check("llama", draft, list(RULES.values())[first % 3 :: 3], tmp_path)
-
-
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
-def test_replayed_text_of_every_family_is_the_eager_text(family: str, tmp_path: Path) -> None:
-    """Two drafts, one rule each, for each family: neighbours in the list have others."""
-    number, rules = FAMILIES.index(family), list(RULES.values())
-    for turn in (0, 1):
-        draft = list(DRAFTS)[(2 * number + turn) % len(DRAFTS)]
-        check(family, draft, [rules[(number + 5 * turn) % len(rules)]], tmp_path)
-
-
-@pytest.mark.parametrize("draft", ["plain", "half blocks", "exit", HEAD, "lookup, then blocks"])
+@pytest.mark.parametrize("draft", ["half blocks", HEAD])
 def test_sampled_text_is_the_eager_decoders(draft: str, tmp_path: Path) -> None:
     target, graphs = fake_graphs_of("llama")
     replayed, rule = graphs.num_replayed, RULES["AdaEDL, last dropped"]
@@ -98,28 +85,11 @@ def test_sampled_text_is_the_eager_decoders(draft: str, tmp_path: Path) -> None:
     assert graphs.strangers(decoder) == []
 
 
-LOOKING = "AdaEDL, last dropped"
-FUSED = SpeedFeatures(fused_projections=True)
-SMALL_VOCABULARY = SpeedFeatures(draft_vocabulary=32)
-SELDOM = SpeedFeatures(look_every=3)
-WHOLE = SpeedFeatures(whole_rounds=True)
-ALL_FEATURES = SpeedFeatures(
-    fused_projections=True, draft_vocabulary=32, plain_chain=4, look_every=3, whole_rounds=True
-)
-
-
 @pytest.mark.parametrize(
     ("features", "draft", "rule"),
     [
-        (FUSED, "half blocks", "fixed 8"),
-        (SMALL_VOCABULARY, "half blocks", "fixed 8"),
-        (SMALL_VOCABULARY, HEAD, LOOKING),
-        (SpeedFeatures(plain_chain=4), "plain", "fixed 1"),
-        (SELDOM, "half blocks", LOOKING),
-        (SELDOM, HEAD, LOOKING),
-        (WHOLE, "half blocks", "fixed 8"),
-        (ALL_FEATURES, "plain", "fixed 1"),
-        (ALL_FEATURES, HEAD, LOOKING),
+        (SpeedFeatures(draft_vocabulary=32), HEAD, "AdaEDL, last dropped"),
+        (SpeedFeatures(whole_rounds=True), "half blocks", "fixed 8"),
     ],
 )
 def test_text_with_speed_features_is_the_eager_text(
@@ -132,13 +102,12 @@ def test_text_with_speed_features_is_the_eager_text(
     assert graphs.strangers(decoder) == []
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_text_that_outgrows_its_recordings_is_the_eager_text(family: str) -> None:
+def test_text_that_outgrows_its_recordings_is_the_eager_text() -> None:
     """The passes read 256 slots at first, and 512 later."""
     graphs, long = FakeGraphs(), {"max_position_embeddings": 512}
-    target = recorded_target(family, graphs, **long)
+    target = recorded_target("gemma3", graphs, **long)
     (request,) = requests([(GPU_BUCKETS.slot_step - 12, 24)])
-    expected = plain_decoder(Target(build(family, **long))).generate(request).tokens
+    expected = plain_decoder(Target(build("gemma3", **long))).generate(request).tokens
     assert plain_decoder(target).generate(request).tokens == expected
     assert Decoder(target, DRAFTS["half blocks"], RULES["fixed 3"]).generate(request).tokens == expected
     assert graphs.num_replayed > 24
@@ -147,9 +116,49 @@ def test_text_that_outgrows_its_recordings_is_the_eager_text(family: str) -> Non
 # --- wrong recorders --------------------------------------------------------------------------------------------------
 
 
+class WrongGraphs(FakeGraphs):
+    """Fake graphs whose replays are wrong once `is_wrong`."""
+
+    is_wrong = False
+
+    def play(self, graph: FakeGraph) -> Any:
+        return self.play_wrongly(graph) if self.is_wrong else super().play(graph)
+
+    def play_wrongly(self, graph: FakeGraph) -> Any:
+        raise NotImplementedError
+
+
+class EmptyGraphs(WrongGraphs):
+    """Replays compute nothing, as those of a recording on another device's stream: outputs stay what they were."""
+
+    def play_wrongly(self, graph: FakeGraph) -> Any:
+        return graph.recorded_outputs.copied()
+
+
+class SharingGraphs(WrongGraphs):
+    """Outputs stay in the memory of the recording, which later passes use."""
+
+    def play_wrongly(self, graph: FakeGraph) -> Any:
+        graph.replay()
+        graph.finish()
+        return graph.outputs
+
+
+class ForgetfulGraphs(WrongGraphs):
+    """Replays lose what they write to memory of others, such as keys and values."""
+
+    def play_wrongly(self, graph: FakeGraph) -> Any:
+        with torch.inference_mode():
+            memories = [external.tensor() for external in graph.externals.values()]
+            contents = [memory.clone() for memory in memories]
+            outputs = FakeGraphs.play(self, graph)
+            for memory, content in zip(memories, contents, strict=True):
+                memory.copy_(content)
+        return outputs
+
+
 def plain_text_with(recorder: WrongGraphs) -> tuple[int, ...]:
     """Decode with a recorder that is right while the target is checked, which would refuse it, and wrong afterwards."""
-    recorder.is_wrong = False
     target = recorded_target("llama", recorder)
     recorder.is_wrong = True
     text = plain_decoder(target).generate(requests()[-1]).tokens
@@ -157,14 +166,14 @@ def plain_text_with(recorder: WrongGraphs) -> tuple[int, ...]:
     return text
 
 
-@pytest.mark.parametrize("graphs", [EmptyGraphs, ForgetfulGraphs])
+@pytest.mark.parametrize("graphs", [EmptyGraphs, ForgetfulGraphs, SharingGraphs])
 def test_wrong_recorder_writes_another_text(graphs: type[WrongGraphs]) -> None:
-    assert plain_text_with(graphs()) != eager_texts("llama")[-1]
-
-
-def test_outputs_in_shared_memory_are_no_tokens() -> None:
-    with pytest.raises(IndexError):
-        plain_text_with(SharingGraphs())
+    try:
+        text = plain_text_with(graphs())
+    except IndexError:
+        assert graphs is SharingGraphs, "only poisoned outputs are no tokens"
+        return
+    assert text != eager_texts("llama")[-1]
 
 
 # --- wrong passes -----------------------------------------------------------------------------------------------------
@@ -189,11 +198,6 @@ def play_twice(run: Callable[[], Value], given: Tensor, graphs: FakeGraphs | Non
         given.fill_(number)
         found.append(play().tensor.tolist())
     return [first.tensor.tolist(), *found]
-
-
-def test_a_pass_over_fixed_memory_follows_its_input() -> None:
-    given = torch.zeros(2)
-    assert play_twice(lambda: Value(given * 10), given) == [[10.0, 10.0], [20.0, 20.0], [30.0, 30.0]]
 
 
 def test_recording_leaves_memory_as_it_was() -> None:
@@ -224,16 +228,9 @@ def test_memory_that_nothing_has_written_is_poisoned() -> None:
         assert unwritten != unwritten, "not a number"
 
 
-def test_without_poison_outputs_that_were_not_copied_seem_right() -> None:
-    """The reason for poisoning after a replay too."""
-    given = torch.zeros(1)
-    assert play_twice(lambda: Value(given * 10), given, UnpoisonedGraphs()) == [[10.0], [20.0], [30.0]]
-    assert play_twice(lambda: Value(given * 10), given, SharingGraphs())[1:] != [[20.0], [30.0]]
-
-
-@pytest.mark.parametrize(
-    "wait",
-    [
+def test_waiting_for_the_host_is_an_error() -> None:
+    given = torch.ones(3)
+    waits: list[Callable[[Tensor], Tensor]] = [
         lambda given: given * given[0].item(),
         lambda given: given if given.sum() > 0 else -given,
         lambda given: given[given > 0],
@@ -241,18 +238,13 @@ def test_without_poison_outputs_that_were_not_copied_seem_right() -> None:
         lambda given: given + torch.tensor([1.0]),
         lambda given: given.nonzero(),
         lambda given: given * given.tolist()[0],
-        lambda given: given + given.new_tensor([1.0]),
-        lambda given: given + torch.as_tensor([1.0]),
         lambda given: given.cpu(),
-        lambda given: given.unique(),
         lambda given: given.repeat_interleave(given.long()),
         lambda given: torch.full_like(given, given.max()),
-    ],
-)
-def test_waiting_for_the_host_is_an_error(wait: Callable[[Tensor], Tensor]) -> None:
-    given = torch.ones(3)
-    with pytest.raises(RecordingError, match="waits for the host"):
-        FakeGraphs().record(lambda: Value(wait(given)))
+    ]
+    for wait in waits:
+        with pytest.raises(RecordingError, match="waits for the host"):
+            FakeGraphs().record(partial(lambda wait: Value(wait(given)), wait))
 
 
 def test_choosing_among_side_leaves_waits_for_nothing() -> None:

@@ -42,8 +42,8 @@ def planted(*blocks: int) -> Candidate:
 
 
 def decoys() -> list[Candidate]:
-    """Return eight candidates that skip blocks which matter."""
-    return [candidate((0, block), Fixed(max_tokens=length)) for block in USELESS for length in (1, 2, 3)][1:]
+    """Return candidates that skip blocks which matter."""
+    return [candidate((0, block), Fixed(max_tokens=1)) for block in USELESS]
 
 
 @pytest.fixture
@@ -61,12 +61,11 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
         yield bench_on(target, PROMPTS, max_new_tokens=1 + 3 * NUM_ROUNDS)
 
 
-def test_first_and_tenth_trial_measure_the_true_speedup(simulated: Bench) -> None:
+def test_first_and_last_trial_measure_the_true_speedup(simulated: Bench) -> None:
     trials = [planted(1, 2), *decoys(), planted(2, 3)]
     measured = [simulated.measure(each, range(2) if each in (trials[0], trials[-1]) else range(1)) for each in trials]
-    assert len(measured) == 10
     assert measured[0].speedup == pytest.approx(TRUE_SPEEDUP, abs=0.05)
-    assert measured[9].speedup == pytest.approx(TRUE_SPEEDUP, abs=0.05)
+    assert measured[-1].speedup == pytest.approx(TRUE_SPEEDUP, abs=0.05)
 
 
 def test_the_race_measures_the_true_speedup(simulated: Bench) -> None:

@@ -14,7 +14,6 @@ from click.testing import CliRunner
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from decoding.documents.atomic_write import write_atomically
 from decoding.documents.strict_yaml import read_mapping
 from decoding.drafts import LayerSkip
 from decoding.errors import ProfileError
@@ -72,18 +71,8 @@ def test_only_what_sdtune_wrote_is_replaced(tmp_path: Path, checkpoint: Path) ->
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ProfileError, match="is there already"):
         check_writable(tmp_path / "pipe")
-    with pytest.raises(ProfileError, match="not an ordinary file"):
-        write_atomically(tmp_path / "pipe", b"x", what="the profile", error=ProfileError)
     check_writable(save_profile(tmp_path / "profile.yaml", checkpoint, LayerSkip.blocks((1,))))
     check_writable(tmp_path / "new.yaml")
-
-
-def test_a_symbolic_link_stays(tmp_path: Path) -> None:
-    (tmp_path / "real").write_text("old")
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    write_atomically(tmp_path / "link", b"new", what="the profile", error=ProfileError)
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "real").read_text() == "new"
 
 
 def test_databases_of_other_applications_are_left_alone(tmp_path: Path) -> None:

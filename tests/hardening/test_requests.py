@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from transformers import DynamicCache, EncoderDecoderCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import DynamicCache, EncoderDecoderCache, LlamaForCausalLM
 
 from decoding.acceptance import Sampling
 from decoding.deploy import load_decoder
 from decoding.drafters.propose import _proper
 from decoding.drafts import PromptLookup
-from decoding.errors import TargetMismatchError, UnsupportedRequestError
+from decoding.errors import UnsupportedRequestError
 from tests.support.families import build, make
 from tests.support.profiles import profile_of
 from tests.support.tiny import tiny_llama
@@ -35,22 +34,10 @@ def test_positions_with_gaps_are_refused(model: LlamaForCausalLM) -> None:
     assert torch.equal(given, model.generate(PROMPT, **GREEDY))
 
 
-def test_token_types_that_the_model_reads_are_refused() -> None:
-    torch.manual_seed(0)
-    gpt2 = GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_positions=64, n_embd=16, n_layer=2, n_head=2, eos_token_id=None)
-    ).eval()
-    decoder = load_decoder(profile_of(gpt2, PromptLookup()))
-    with pytest.raises(UnsupportedRequestError, match="reads token_type_ids"):
-        gpt2.generate(PROMPT, token_type_ids=torch.ones_like(PROMPT), custom_generate=decoder, **GREEDY)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "gptj", "bert", "gpt_big_code"])
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_token_types_of_zero_are_as_good_as_none_where_they_change_nothing(family: str) -> None:
-    """GPT-2 and GPT-J add the embedding of token 0; BERT takes zeros for granted."""
-    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4}
-    models = {"bert": ("Bert", {"is_decoder": True}), "gpt_big_code": ("GPTBigCode", {**sizes, "seed": 1})}
-    model = make(models[family][0], **models[family][1]) if family in models else build(family)
+    """GPT-2 adds the embedding of token 0; BERT takes zeros for granted."""
+    model = make("Bert", is_decoder=True) if family == "bert" else build(family)
     decoder = load_decoder(profile_of(model, PromptLookup()))
     zeros, settings = torch.zeros_like(PROMPT), {**GREEDY, "pad_token_id": 0}
     stock = model.generate(PROMPT, token_type_ids=zeros, **settings)
@@ -87,8 +74,8 @@ def test_the_two_caches_of_an_encoder_and_a_decoder_are_refused_or_left_empty(
         assert torch.equal(given.sequences, model.generate(PROMPT, **GREEDY))
 
 
-@pytest.mark.parametrize("prompts", [[[0, 0, 5, 17, 33]], [[0, 0, 5, 17, 33], [8, 5, 17, 33, 8]]])
-def test_padding_is_refused_where_the_model_counts_it(prompts: list[list[int]]) -> None:
+def test_padding_is_refused_where_the_model_counts_it() -> None:
+    prompts = [[0, 0, 5, 17, 33], [8, 5, 17, 33, 8]]
     bart = make(
         "Bart", seed=0, **{"d_model": 32, "decoder_layers": 5, "decoder_ffn_dim": 48, "decoder_attention_heads": 4}
     )
@@ -106,14 +93,6 @@ def test_a_model_in_training_mode_is_refused(model: LlamaForCausalLM) -> None:
     with pytest.raises(UnsupportedRequestError, match=r"call model\.eval"):
         model.train().generate(PROMPT, custom_generate=decoder, **GREEDY)
     assert model.training
-
-
-def test_a_replaced_module_is_not_decoded_with_the_old_one(model: LlamaForCausalLM) -> None:
-    decoder = load_decoder(profile_of(model, PromptLookup()))
-    model.generate(PROMPT, custom_generate=decoder, **GREEDY)
-    model.lm_head = nn.Linear(32, 64, bias=False)
-    with pytest.raises(TargetMismatchError, match="other weights"):
-        model.generate(PROMPT, custom_generate=decoder, **GREEDY)
 
 
 def test_overflowing_draft_can_be_sampled_from() -> None:

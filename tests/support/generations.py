@@ -1,11 +1,12 @@
-"""Plain and speculative generations of the test families, with a check of the facts of every round."""
+"""Plain and speculative generations of the test families, with a check of the facts of every round, and a random rule."""
 
 from __future__ import annotations
 
 import functools
+import random
 
 from decoding.decode import Request, autoregressive, speculative
-from decoding.draft_length import Controller, DraftLengthRule
+from decoding.draft_length import Controller, Decision, DraftDistribution, DraftLengthRule
 from decoding.drafters.build import build_drafter
 from decoding.drafts import Draft, EarlyExit, LayerSkip
 from decoding.profile import Decoding
@@ -55,3 +56,17 @@ def check_facts(generation: Generation, request: Request, max_drafted: int) -> N
         num_tokens += len(step.tokens)
     assert num_tokens == len(generation.tokens) == generation.num_decoded + 1
     assert num_tokens <= request.ending.max_new_tokens
+
+
+class AnyLength(Controller):
+    """Draft a random number of tokens, possibly none, and drop some of them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(max_tokens=4)
+        self._random = random.Random(seed)
+
+    def limit(self) -> int:
+        return self._random.choice([0, 0, 1, 2, 4])
+
+    def decide(self, num_drafted: int, distribution: DraftDistribution) -> Decision:
+        return self._random.choice([Decision.CONTINUE, Decision.CONTINUE, Decision.LAST, Decision.STOP])

@@ -68,15 +68,6 @@ def profile_of(
 
 def save_profile(path: Path, model: str | Path, draft: Draft) -> Path:
     """Write a profile of `draft` for the model in the folder `model`, and return its path."""
-    loaded = AutoModelForCausalLM.from_pretrained(model)
-    identity = fingerprint(loaded)
-    target = TargetIdentity(
-        model=str(model),
-        architecture=type(loaded).__name__,
-        num_layers=loaded.config.num_hidden_layers,
-        dtype="float32",
-        config_sha256=identity.config_sha256,
-        weights_sha256=identity.weights_sha256,
-    )
+    target = profile_of(AutoModelForCausalLM.from_pretrained(model)).target.model_copy(update={"model": str(model)})
     DraftProfile(name="written by a test", target=target, draft=draft).save(path)
     return path

@@ -1,4 +1,4 @@
-"""Decoding in every way that needs recordings of its own, on any device and with any recorder."""
+"""The grid of losslessness: every kind of draft, alone and in lockstep, with any runner, device and recorder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,20 @@ from decoding.acceptance import Acceptance, Greedy, Sampling
 from decoding.decode import Request
 from decoding.decoder import Decoder
 from decoding.draft_length import DraftLengthRule
-from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup, SuffixDraft
+from decoding.drafts import (
+    Draft,
+    EarlyExit,
+    FeatureHeadDraft,
+    FixedLeaves,
+    LayerSkip,
+    Lookup,
+    PlainDecoding,
+    PromptLookup,
+    PublishedLeaves,
+    SizedLeaves,
+    SuffixDraft,
+    SuffixLookup,
+)
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.runners.buckets import GPU_BUCKETS
@@ -22,28 +35,43 @@ from decoding.runners.graphs import PassRecorder
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
 from decoding.text import Ending
-from tests.support.families import SUPPORTED, VOCABULARY, build
+from tests.support.families import NUM_LAYERS, SUPPORTED, VOCABULARY, build
+from tests.support.feature_heads import disturbed_feature_head, write_feature_head
 from tests.support.heads import write_heads
 
 FAMILIES = [family for family in SUPPORTED if family != "bloom"]
 """All that the static runner does not refuse."""
 
 EXIT_LAYER = 3
-HEAD, QUANTISED_HEAD = "exit with a head", "int8 exit with a head"
+HEAD = "exit with a head"
 DRAFTS: dict[str, Draft] = {
     "plain": PlainDecoding(),
     "blocks": LayerSkip.blocks((2, 3)),
     "half blocks": LayerSkip(skip_attention=(0, 2, 3), skip_mlp=(1, 3)),
+    "every attention": LayerSkip(skip_attention=tuple(range(NUM_LAYERS))),
+    "first mlp": LayerSkip(skip_mlp=(0, 4)),
+    "last block": LayerSkip.blocks((NUM_LAYERS - 1,)),
+    "everything": LayerSkip.blocks(range(NUM_LAYERS)),
+    "nothing": LayerSkip(),
     "exit": EarlyExit(exit_layer=EXIT_LAYER),
     "lookup": PromptLookup(),
     "suffix automaton": SuffixDraft(),
     "lookup, then blocks": LayerSkip(skip_attention=(2, 3), skip_mlp=(2, 3), lookup=Lookup(max_tokens=4)),
-    "lookup, then exit": EarlyExit(exit_layer=EXIT_LAYER, lookup=Lookup(min_ngram=2)),
-    HEAD: EarlyExit(exit_layer=EXIT_LAYER),
+    "suffix automaton, then exit": EarlyExit(exit_layer=EXIT_LAYER, lookup=SuffixLookup(max_tokens=4)),
     "int8": LayerSkip(bits=8),
-    QUANTISED_HEAD: EarlyExit(exit_layer=EXIT_LAYER, bits=8),
+    "int4, half blocks": LayerSkip(skip_attention=(0, 2, 3), skip_mlp=(1, 3), bits=4),
+    "blocks with leaves": LayerSkip.blocks((4,)).having(tree=PublishedLeaves()),
+    "lookup, then mlp with leaves": LayerSkip(skip_mlp=(1, 3), lookup=Lookup(max_tokens=2), tree=FixedLeaves(leaves=2)),
+    "exit with leaves": EarlyExit(exit_layer=EXIT_LAYER, tree=SizedLeaves(least_gain=0.02, max_leaves=5)),
+    HEAD: EarlyExit(exit_layer=EXIT_LAYER),
+    "lookup, then exit with a head": EarlyExit(exit_layer=EXIT_LAYER, lookup=Lookup(min_ngram=2)),
+    "int8 exit with a head": EarlyExit(exit_layer=EXIT_LAYER, bits=8),
+    "feature head": FeatureHeadDraft(head="feature.safetensors", head_sha256="0" * 64),
+    "lookup, then feature head with leaves": FeatureHeadDraft(
+        head="feature.safetensors", head_sha256="0" * 64, lookup=Lookup(max_tokens=3), tree=FixedLeaves(leaves=3)
+    ),
 }
-SIZES = ((5, 10), (9, 6), (3, 14))
+SIZES = ((5, 10), (9, 6), (1, 14))
 """Lengths of the prompts and of their continuations: the sequences of a batch end one after another."""
 
 
@@ -74,21 +102,24 @@ def recorded_target(
 
 
 @functools.cache
-def heads_of(target: Target, folder: Path) -> tuple[EarlyExit, HeadFolder]:
-    """Write the head of an exit, and return the draft that uses it."""
-    return write_heads(target, folder, [EXIT_LAYER])[EXIT_LAYER], HeadFolder(target, folder)
+def heads_of(target: Target, folder: Path) -> tuple[EarlyExit, FeatureHeadDraft, HeadFolder]:
+    """Write an exit head and a feature head, and return the drafts that use them."""
+    exit_draft = write_heads(target, folder, [EXIT_LAYER])[EXIT_LAYER]
+    feature_draft = write_feature_head(target, folder, disturbed_feature_head(target))
+    return exit_draft, feature_draft, HeadFolder(target, folder)
 
 
 def decoder_of(
     target: Target, draft: str, rule: DraftLengthRule, folder: Path, *, prefix_reuse: bool = True
 ) -> Decoder:
     """Return a decoder with one of the drafts above; `folder` is where it writes a head if it needs one."""
-    decoding = Decoding(prefix_reuse=prefix_reuse)
-    if draft not in (HEAD, QUANTISED_HEAD):
-        return Decoder(target, DRAFTS[draft], rule, decoding)
-    document, heads = heads_of(target, folder)
-    bits = DRAFTS[draft].parts.bits
-    return Decoder(target, document.model_copy(update={"bits": bits}), rule, decoding, heads=heads)
+    decoding, document = Decoding(prefix_reuse=prefix_reuse), DRAFTS[draft]
+    if "head" not in draft:
+        return Decoder(target, document, rule, decoding)
+    exit_draft, feature_draft, heads = heads_of(target, folder)
+    trained: Draft = feature_draft if isinstance(document, FeatureHeadDraft) else exit_draft
+    parts = {part: getattr(document.parts, part) for part in document.takes}
+    return Decoder(target, trained.having(**parts), rule, decoding, heads=heads)
 
 
 def alone_and_together(decoder: Decoder, **settings: Any) -> list[tuple[int, ...]]:

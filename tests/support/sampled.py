@@ -1,12 +1,14 @@
-"""The first tokens that a tiny model samples, and their exact distribution."""
+"""The first tokens that a tiny model samples, their exact distribution, and a chi-square test of the two."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
+from scipy import stats
 from transformers.generation import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
 
 from decoding.acceptance import Acceptance
@@ -14,7 +16,6 @@ from decoding.decode import Request
 from decoding.rounds import Prefill, Round
 from decoding.target import Target
 from decoding.text import Ending, LogitsProcessor, Shaping
-from tests.support.chi_square import Outcome
 from tests.support.families import build
 
 VOCABULARY = 8
@@ -76,3 +77,27 @@ def first_tokens(steps: Iterator[Prefill | Round]) -> Outcome:
 def request_for(processors: str, acceptance: Acceptance) -> Request:
     """Return a request for a few more tokens than the outcome needs."""
     return Request(PROMPT, Ending(NUM_TOKENS + 4), acceptance, Shaping(PROCESSORS[processors]))
+
+
+ALPHA = 1e-3  # with these seeds a right acceptance stays above; a wrong one falls below by many orders of magnitude
+FEWEST_EXPECTED = 5.0
+
+Outcome = tuple[int, ...]
+
+
+def p_value(counts: Counter[Outcome], expected: dict[Outcome, float]) -> float:
+    """Return the p-value of the chi-square test that `counts` come from `expected`; rare outcomes are pooled."""
+    total = counts.total()
+    assert abs(sum(expected.values()) - 1.0) < 1e-4
+    impossible = [outcome for outcome in counts if expected.get(outcome, 0.0) == 0.0]
+    assert not impossible, f"outcomes that the target never generates: {impossible[:3]}"
+    common = [outcome for outcome, share in expected.items() if share * total >= FEWEST_EXPECTED]
+    assert len(common) > 10, "too few outcomes to tell distributions apart"
+    observed = [counts[outcome] for outcome in common]
+    wanted = [expected[outcome] * total for outcome in common]
+    rest = total - sum(wanted)
+    if rest >= FEWEST_EXPECTED:
+        observed.append(total - sum(observed))
+        wanted.append(rest)
+    scale = sum(observed) / sum(wanted)
+    return float(stats.chisquare(observed, [value * scale for value in wanted]).pvalue)

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, StaticCache
 
 from decoding.deploy import ProfileDecoder, load_decoder
-from decoding.drafts import Draft, EarlyExit, LayerSkip, PlainDecoding, PromptLookup, SuffixDraft, SuffixLookup
+from decoding.drafts import Draft, EarlyExit, LayerSkip, PlainDecoding, PromptLookup, SuffixLookup
 from decoding.errors import UnsupportedRequestError
 from decoding.profile import Decoding
 from decoding.runners.eager import EagerRunner
@@ -42,13 +42,12 @@ def _draft(kind: str, model: PreTrainedModel, folder: Path) -> Draft:
         "skip": LayerSkip(skip_attention=(2, 3, 4), skip_mlp=(3, 4)),
         "skip without a head, after a lookup": EarlyExit(exit_layer=4, lookup=SuffixLookup(max_tokens=6)),
         "lookup": PromptLookup(),
-        "suffix": SuffixDraft(),
         "plain": PlainDecoding(),
     }
     return drafts[kind]
 
 
-KINDS = ["skip", "skip without a head, after a lookup", "lookup", "suffix", "plain", "exit", "feature"]
+KINDS = ["skip", "skip without a head, after a lookup", "lookup", "plain", "exit", "feature"]
 
 
 def _conversation(model: PreTrainedModel, decoder: ProfileDecoder | None, **settings: Any) -> list[torch.Tensor]:
@@ -67,7 +66,7 @@ def _conversation(model: PreTrainedModel, decoder: ProfileDecoder | None, **sett
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
     ("runner", "kind"),
-    [*(("eager", kind) for kind in KINDS), *(("static", kind) for kind in ("skip", "plain", "exit", "feature"))],
+    [*(("eager", kind) for kind in KINDS), ("static", "skip"), ("static", "feature")],
 )
 def test_turns_are_those_of_plain_generate(model: LlamaForCausalLM, tmp_path: Path, kind: str, runner: str) -> None:
     profile = profile_of(model, _draft(kind, model, tmp_path))
@@ -133,7 +132,7 @@ def test_caches_go_from_plain_generate_to_the_decoder_and_back(model: LlamaForCa
 def test_sequence_that_ends_within_a_draft_leaves_no_trace_of_the_rest(model: LlamaForCausalLM) -> None:
     decoder = load_decoder(profile_of(model))
     text = model.generate(FIRST, **TURN).sequences[0, 6:].tolist()
-    for eos in sorted(set(text)):
+    for eos in sorted(set(text))[::3]:
         settings: dict[str, Any] = {**TURN, "eos_token_id": eos}
         plain = model.generate(FIRST, **settings)
         found = model.generate(FIRST, custom_generate=decoder, **settings)

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from decoding.deploy import OnMismatch, ProfileDecoder, load_decoder
 from decoding.drafts import EarlyExit
 from decoding.errors import ExitHeadError, ProfileError, ProfileWarning, TargetMismatchError, UnsupportedRunnerError
-from decoding.profile import Decoding, DraftProfile
+from decoding.profile import Decoding
 from tests.support.families import build
 from tests.support.profiles import measured, profile_of
 from tests.support.tiny import tiny_llama
@@ -44,10 +44,6 @@ def _warnings_of(decoder: ProfileDecoder, model: PreTrainedModel, times: int = 2
 def test_same_setting_is_not_warned_of(model: LlamaForCausalLM) -> None:
     profile = profile_of(model, figures=measured("cpu (1 thread)", HERE), device="cpu")
     assert _warnings_of(load_decoder(profile), model) == []
-
-
-def test_profile_without_records_is_not_warned_of(model: LlamaForCausalLM) -> None:
-    assert _warnings_of(load_decoder(profile_of(model)), model) == []
 
 
 @pytest.mark.parametrize(
@@ -88,17 +84,14 @@ def test_another_build_of_the_same_version_is_the_same_version(model: LlamaForCa
 @pytest.mark.parametrize("on_mismatch", ["warn", "plain"])
 def test_other_weights_are_warned_of_once(model: LlamaForCausalLM, on_mismatch: OnMismatch) -> None:
     other = tiny_llama(seed=1)
+    with pytest.raises(TargetMismatchError, match="other weights"):
+        other.generate(PROMPT, custom_generate=load_decoder(profile_of(model)), **GREEDY)
     decoder = load_decoder(profile_of(model), on_mismatch=on_mismatch)
     (message,) = _warnings_of(decoder, other)
     assert "other weights" in message
     assert decoder.last_generation is not None
     drafted = decoder.last_generation.num_drafted
     assert (drafted == 0, "decoding plainly" in message) == (on_mismatch == "plain", on_mismatch == "plain")
-
-
-def test_plain_decoding_is_no_default(model: LlamaForCausalLM) -> None:
-    with pytest.raises(TargetMismatchError, match="other weights"):
-        tiny_llama(seed=1).generate(PROMPT, custom_generate=load_decoder(profile_of(model)), **GREEDY)
 
 
 def test_model_with_another_number_of_layers_is_decoded_plainly(model: LlamaForCausalLM) -> None:
@@ -169,12 +162,3 @@ def test_profile_of_a_batch_and_a_prefill_decode_plainly_too(model: LlamaForCaus
     settings = {**GREEDY, "pad_token_id": 1}
     found = decoder.generate(other, PROMPT.repeat(2, 1), **settings)
     assert torch.equal(found, other.generate(PROMPT, **settings).repeat(2, 1))
-
-
-def test_committed_demo_profile_records_its_setting() -> None:
-    """A profile of today says on how many threads it was measured, in words."""
-    from tests.support.paths import ROOT
-
-    profile = DraftProfile.load(ROOT / "configs/demo/result/profile.yaml")
-    assert profile.measured is not None
-    assert profile.measured.threads == 1

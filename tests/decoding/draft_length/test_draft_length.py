@@ -57,26 +57,17 @@ def state_of(controller: Controller) -> dict[str, object]:
 # --- statistics of a distribution ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("probabilities", "entropy", "top"),
-    [
+def test_entropy_is_in_nats_and_removed_tokens_have_no_share() -> None:
+    cases: list[tuple[list[float], float, float]] = [
         ([0.25, 0.25, 0.25, 0.25], math.log(4), 0.25),
         ([0.25, 0.75], 0.25 * math.log(4) + 0.75 * math.log(4 / 3), 0.75),  # 0.346574 + 0.215762 nats
         ([0.5, 0.0, 0.5], math.log(2), 0.5),
         ([0.0, 1.0, 0.0], 0.0, 1.0),
-    ],
-)
-def test_entropy_is_in_nats_and_removed_tokens_have_no_share(
-    probabilities: list[float], entropy: float, top: float
-) -> None:
-    facts = distribution(*probabilities)
-    assert facts.entropy == pytest.approx(entropy, abs=1e-6)
-    assert facts.top_probability == pytest.approx(top, abs=1e-6)
-
-
-def test_facts_of_half_precision_scores_are_computed_in_single() -> None:
-    facts = DraftDistribution(torch.zeros(1000, dtype=torch.bfloat16))
-    assert facts.entropy == pytest.approx(math.log(1000), rel=1e-5)
+    ]
+    for probabilities, entropy, top in cases:
+        facts = distribution(*probabilities)
+        assert facts.entropy == pytest.approx(entropy, abs=1e-6)
+        assert facts.top_probability == pytest.approx(top, abs=1e-6)
 
 
 # --- contract of every rule -----------------------------------------------------------------------------------------------
@@ -101,21 +92,19 @@ DESCRIPTIONS = {
 
 @pytest.mark.parametrize("name", RULES)
 class TestEveryRule:
-    def test_its_defaults_are_a_valid_rule_of_that_name(self, name: str) -> None:
+    def test_its_document_is_strict_and_says_what_is_worth_searching(self, name: str) -> None:
         rule = RULES[name]()
         assert rule.rule == name
+        assert not rule.persistent, "its state is reset for each sequence"
         assert TypeAdapter(AnyRule).validate_python(rule.model_dump()) == rule
-
-    def test_unknown_parameters_and_changes_are_refused(self, name: str) -> None:
+        assert rule_of(name).describe() == DESCRIPTIONS[name]
         with pytest.raises(ValidationError, match="extra_forbidden"):
             RULES[name](tokens=3)
         with pytest.raises(ValidationError, match="frozen"):
-            RULES[name]().max_tokens = 3
-
-    @pytest.mark.parametrize("max_tokens", [0, -1, 65])
-    def test_most_tokens_of_a_round_have_bounds(self, name: str, max_tokens: int) -> None:
-        with pytest.raises(ValidationError, match="max_tokens"):
-            RULES[name](max_tokens=max_tokens)
+            rule.max_tokens = 3
+        for max_tokens in (0, -1, 65):
+            with pytest.raises(ValidationError, match="max_tokens"):
+                RULES[name](max_tokens=max_tokens)
 
     def test_its_controller_drafts_at_most_max_tokens(self, name: str) -> None:
         controller = rule_of(name, max_tokens=5).controller()
@@ -155,9 +144,6 @@ class TestEveryRule:
                     RULES[name](**{field: value})
         assert searched > 0
 
-    def test_state_is_reset_per_sequence_unless_persistent(self, name: str) -> None:
-        assert not RULES[name]().persistent
-
     def test_adapted_rule_is_of_the_same_kind_or_none(self, name: str) -> None:
         rule = rule_of(name)
         controller = rule.controller()
@@ -170,9 +156,6 @@ class TestEveryRule:
             assert type(adapted) is type(rule)
             assert adapted != rule
             assert TypeAdapter(AnyRule).validate_python(adapted.model_dump(mode="json")) == adapted
-
-    def test_its_description_is_its_name_and_what_is_worth_searching(self, name: str) -> None:
-        assert rule_of(name).describe() == DESCRIPTIONS[name]
 
 
 def test_base_controller_always_continues() -> None:
@@ -203,10 +186,10 @@ def ada_edl(**settings: float | bool) -> AdaptiveThreshold:
 BOUND_OF_FOUR = 0.473446
 
 
-@pytest.mark.parametrize("keep_last", [True, False])
-def test_drafting_goes_on_while_the_bound_is_not_below_the_threshold(keep_last: bool) -> None:
-    controller = ada_edl(initial_threshold=BOUND_OF_FOUR - 1e-4, gamma=0.2, keep_last=keep_last)
-    assert controller.decide(2, uniform(4)) is Decision.CONTINUE
+def test_drafting_goes_on_while_the_bound_is_not_below_the_threshold() -> None:
+    for keep_last in (True, False):
+        controller = ada_edl(initial_threshold=BOUND_OF_FOUR - 1e-4, gamma=0.2, keep_last=keep_last)
+        assert controller.decide(2, uniform(4)) is Decision.CONTINUE
 
 
 def test_token_whose_pass_triggers_the_stop_is_kept_only_with_keep_last() -> None:
@@ -215,26 +198,22 @@ def test_token_whose_pass_triggers_the_stop_is_kept_only_with_keep_last() -> Non
     assert ada_edl(initial_threshold=threshold, keep_last=False).decide(2, uniform(4)) is Decision.STOP
 
 
-@pytest.mark.parametrize("keep_last", [True, False])
-def test_at_least_one_token_is_drafted(keep_last: bool) -> None:
-    controller = ada_edl(initial_threshold=0.9, keep_last=keep_last)
-    assert controller.decide(0, uniform(50)) is Decision.LAST
+def test_at_least_one_token_is_drafted() -> None:
+    for keep_last in (True, False):
+        controller = ada_edl(initial_threshold=0.9, keep_last=keep_last)
+        assert controller.decide(0, uniform(50)) is Decision.LAST
 
 
-@pytest.mark.parametrize(
-    ("probabilities", "gamma", "bound"),
-    [
+def test_bound_is_one_minus_the_root_of_gamma_times_entropy() -> None:
+    cases: list[tuple[list[float], float, float]] = [
         ([0.5, 0.5], 0.2, 0.627671),  # 1 - sqrt(0.2 * 0.693147) = 1 - sqrt(0.138629) = 1 - 0.372329
         ([0.25, 0.75], 0.2, 0.664639),  # 1 - sqrt(0.2 * 0.562335) = 1 - sqrt(0.112467) = 1 - 0.335361
         ([0.5, 0.5], 0.05, 0.813835),  # 1 - sqrt(0.05 * 0.693147) = 1 - sqrt(0.034657) = 1 - 0.186165
-    ],
-)
-def test_bound_is_one_minus_the_root_of_gamma_times_entropy(
-    probabilities: list[float], gamma: float, bound: float
-) -> None:
-    below, above = (ada_edl(initial_threshold=bound + sign * 1e-5, gamma=gamma) for sign in (-1, 1))
-    assert below.decide(1, distribution(*probabilities)) is Decision.CONTINUE
-    assert above.decide(1, distribution(*probabilities)) is Decision.LAST
+    ]
+    for probabilities, gamma, bound in cases:
+        below, above = (ada_edl(initial_threshold=bound + sign * 1e-5, gamma=gamma) for sign in (-1, 1))
+        assert below.decide(1, distribution(*probabilities)) is Decision.CONTINUE
+        assert above.decide(1, distribution(*probabilities)) is Decision.LAST
 
 
 def test_bound_at_high_entropy_is_below_every_threshold() -> None:
@@ -303,28 +282,12 @@ def _round(controller: AdaptiveThreshold, sure: list[bool], accepted: list[bool]
     return num_drafted
 
 
-def test_rate_that_meets_the_target_does_not_raise_the_threshold() -> None:
-    # rate 0.5 * 0.5 + 0.5 * 2/4 = 0.5, not below 0.5; 2 is not K: down
-    controller = ada_edl(
-        max_tokens=4, initial_threshold=0.4, target_acceptance=0.5, acceptance_decay=0.5, step=0.1, threshold_decay=0.0
-    )
-    controller.observe(4, 2)
-    assert controller.threshold == pytest.approx(0.3)
-
-
 def test_threshold_stays_between_zero_and_the_highest() -> None:
     settings = {"max_tokens": 4, "initial_threshold": 0.5, "step": 1.0, "threshold_decay": 0.0}
     rising, falling = ada_edl(**settings, target_acceptance=0.9), ada_edl(**settings, target_acceptance=0.0)
     rising.observe(4, 0)
     falling.observe(4, 0)
     assert (rising.threshold, falling.threshold) == (0.98, 0.0)
-
-
-def test_threshold_decides_the_next_round() -> None:
-    controller = ada_edl(initial_threshold=0.4, step=0.5, threshold_decay=0.0)
-    assert controller.decide(1, uniform(4)) is Decision.CONTINUE
-    controller.observe(8, 0)  # 0.4 + 0.5, above the bound of 0.473
-    assert controller.decide(1, uniform(4)) is Decision.LAST
 
 
 def test_adapted_rule_starts_at_the_threshold_reached() -> None:
@@ -334,13 +297,11 @@ def test_adapted_rule_starts_at_the_threshold_reached() -> None:
     assert controller.adapted_rule().controller().threshold == pytest.approx(0.9)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"initial_threshold": 0.99}, {"gamma": -0.1}, {"step": 1.5}, {"target_acceptance": 1.1}, {"threshold_decay": -1}],
-)
-def test_parameters_out_of_range_are_refused(settings: dict[str, float]) -> None:
-    with pytest.raises(ValidationError, match=next(iter(settings))):
-        AdaEdl(**settings)
+def test_parameters_out_of_range_are_refused() -> None:
+    wrong = {"initial_threshold": 0.99, "gamma": -0.1, "step": 1.5, "target_acceptance": 1.1, "threshold_decay": -1}
+    for name, value in wrong.items():
+        with pytest.raises(ValidationError, match=name):
+            AdaEdl(**{name: value})
 
 
 def test_published_ada_edl_is_ada_edl_that_drops_the_last_token() -> None:
@@ -438,15 +399,13 @@ def test_cost_of_a_round_is_its_draft_passes_and_its_verification() -> None:
     assert [costs.of(length) for length in range(3)] == pytest.approx([1.0, 1.5, 2.1])
 
 
-@pytest.mark.parametrize(
-    ("verify", "beyond"),
-    [
+def test_verification_wider_than_those_measured_is_extrapolated() -> None:
+    cases: list[tuple[tuple[float, ...], float]] = [
         ((1.0, 1.2, 1.5), 2.1),  # 1.5 + 2 * (1.5 - 1.2)
         ((1.0, 1.4, 1.3), 1.3),  # a falling last step is not extrapolated
-    ],
-)
-def test_verification_wider_than_those_measured_is_extrapolated(verify: tuple[float, ...], beyond: float) -> None:
-    assert RoundCosts(draft_step=0.25, verify=verify).of(4) == pytest.approx(beyond + 4 * 0.25)
+    ]
+    for verify, beyond in cases:
+        assert RoundCosts(draft_step=0.25, verify=verify).of(4) == pytest.approx(beyond + 4 * 0.25)
 
 
 def test_negative_number_of_drafts_is_refused() -> None:
@@ -454,33 +413,24 @@ def test_negative_number_of_drafts_is_refused() -> None:
         CHEAP.of(-1)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_costs_are_positive_and_finite() -> None:
+    cases: list[tuple[dict[str, object], str]] = [
         ({"draft_step": 0.0, "verify": (1.0, 1.1)}, "draft_step\n.*greater than 0"),
         ({"draft_step": math.inf, "verify": (1.0, 1.1)}, "draft_step\n.*finite"),
         ({"draft_step": 0.1, "verify": (1.0,)}, "verify\n.*at least 2"),
         ({"draft_step": 0.1, "verify": (1.0, -1.0)}, "verify.1\n.*greater than 0"),
         ({"draft_step": 0.1, "verify": (1.0, math.nan)}, "verify.1\n.*finite"),
-    ],
-)
-def test_costs_are_positive_and_finite(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        RoundCosts(**settings)
+    ]
+    for settings, message in cases:
+        with pytest.raises(ValidationError, match=message):
+            RoundCosts(**settings)
 
 
-@pytest.mark.parametrize("rule", [BetaThompson(), CalibratedThompson()])
-def test_rule_without_costs_has_no_controller(rule: CostAwareRule) -> None:
-    with pytest.raises(ValueError, match=f"the rule '{rule.rule}' has no costs"):
-        rule.controller()
-    ready = rule.with_costs(CHEAP)
-    assert rule.costs is None
-    assert ready == rule.model_copy(update={"costs": CHEAP})
-    ready.controller()
-
-
-def test_rules_are_told_apart_by_name() -> None:
-    adapter: TypeAdapter[DraftLengthRule] = TypeAdapter(AnyRule)
-    assert adapter.validate_python({"rule": "fixed", "max_tokens": 3}) == Fixed(max_tokens=3)
-    with pytest.raises(ValidationError, match="union_tag_invalid"):
-        adapter.validate_python({"rule": "adaedl"})
+def test_rule_without_costs_has_no_controller() -> None:
+    for rule in (BetaThompson(), CalibratedThompson()):
+        with pytest.raises(ValueError, match=f"the rule '{rule.rule}' has no costs"):
+            rule.controller()
+        ready = rule.with_costs(CHEAP)
+        assert rule.costs is None
+        assert ready == rule.model_copy(update={"costs": CHEAP})
+        ready.controller()

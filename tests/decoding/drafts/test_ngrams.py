@@ -15,9 +15,8 @@ def found(token_ids: Sequence[int], length: int) -> int | None:
     return NgramIndex(token_ids, length).find_last()
 
 
-@pytest.mark.parametrize(
-    ("token_ids", "length", "position"),
-    [
+def test_position_is_after_the_latest_earlier_occurrence() -> None:
+    cases: list[tuple[list[int], int, int | None]] = [
         ([1, 2, 3, 1], 1, 1),
         ([1, 2, 1, 3, 1], 1, 3),  # the latest of two
         ([1, 2, 9, 1, 2, 8, 1, 2], 2, 5),
@@ -28,12 +27,9 @@ def found(token_ids: Sequence[int], length: int) -> int | None:
         ([7, 7], 2, None),
         ([7], 2, None),  # shorter than the n-gram
         ([7], 1, None),
-    ],
-)
-def test_position_is_after_the_latest_earlier_occurrence(
-    token_ids: list[int], length: int, position: int | None
-) -> None:
-    assert found(token_ids, length) == position
+    ]
+    for token_ids, length, position in cases:
+        assert found(token_ids, length) == position
 
 
 def test_index_that_grows_finds_what_a_fresh_one_finds() -> None:

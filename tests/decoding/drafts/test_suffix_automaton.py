@@ -6,8 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
-import pytest
-
 from decoding.drafts.suffix_automaton import MOST_COUNTED, ROOT, SuffixAutomaton
 
 
@@ -40,29 +38,29 @@ def next_token(text: Sequence[int], size: int) -> int:
     return max(counts, key=lambda token: (counts[token], max(end for end in ends if text[end] == token)))
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_match_and_continuation_are_those_of_a_search_through_the_text(seed: int) -> None:
-    tokens = random_tokens(seed)
-    automaton = SuffixAutomaton()
-    for number, token in enumerate(tokens, 1):
-        automaton.extend(token)
-        text = tokens[:number]
-        state, length = automaton.repeated()
-        assert length == longest_repeated(text)
-        if length:
-            found = automaton.continuation(state, 1, min_match=1, min_token_prob=0.0)
-            assert found == [next_token(text, length)]
+def test_match_and_continuation_are_those_of_a_search_through_the_text() -> None:
+    for seed in range(10):
+        tokens = random_tokens(seed)
+        automaton = SuffixAutomaton()
+        for number, token in enumerate(tokens, 1):
+            automaton.extend(token)
+            text = tokens[:number]
+            state, length = automaton.repeated()
+            assert length == longest_repeated(text)
+            if length:
+                found = automaton.continuation(state, 1, min_match=1, min_token_prob=0.0)
+                assert found == [next_token(text, length)]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_match_in_another_text_is_its_longest_suffix_there(seed: int) -> None:
-    known, read = random_tokens(seed), random_tokens(seed + 50)
-    automaton = automaton_of(known)
-    state, length = ROOT, 0
-    for number, token in enumerate(read, 1):
-        state, length = automaton.step(state, length, token)
-        sizes = [size for size in range(1, number + 1) if ends_of(known, read[number - size : number])]
-        assert length == max(sizes, default=0)
+def test_match_in_another_text_is_its_longest_suffix_there() -> None:
+    for seed in range(5):
+        known, read = random_tokens(seed), random_tokens(seed + 50)
+        automaton = automaton_of(known)
+        state, length = ROOT, 0
+        for number, token in enumerate(read, 1):
+            state, length = automaton.step(state, length, token)
+            sizes = [size for size in range(1, number + 1) if ends_of(known, read[number - size : number])]
+            assert length == max(sizes, default=0)
 
 
 def test_most_frequent_continuation_counts_and_of_those_the_latest() -> None:
@@ -72,10 +70,12 @@ def test_most_frequent_continuation_counts_and_of_those_the_latest() -> None:
     assert equal.continuation(equal.repeated()[0], 1, min_match=1, min_token_prob=0.0) == [6]
 
 
-@pytest.mark.parametrize(("least", "expected"), [(0.3, [5, 1, 6]), (0.4, [5, 1]), (0.6, [5, 1]), (0.7, [])])
-def test_copy_ends_where_its_estimated_probability_is_too_low(least: float, expected: list[int]) -> None:
-    automaton = automaton_of([1, 5, 1, 5, 1, 6, 1])  # 5 follows 1 in two of three cases, 6 follows 5, 1 in one of two
-    assert automaton.continuation(automaton.repeated()[0], 3, min_match=1, min_token_prob=least) == expected
+def test_copy_ends_where_its_estimated_probability_is_too_low() -> None:
+    for least, expected in ((0.3, [5, 1, 6]), (0.4, [5, 1]), (0.6, [5, 1]), (0.7, [])):
+        automaton = automaton_of(
+            [1, 5, 1, 5, 1, 6, 1]
+        )  # 5 follows 1 in two of three cases, 6 follows 5, 1 in one of two
+        assert automaton.continuation(automaton.repeated()[0], 3, min_match=1, min_token_prob=least) == expected
 
 
 def test_loop_is_continued_to_the_full_length() -> None:

@@ -178,146 +178,105 @@ def test_seed_makes_a_sample_reproducible(client: TestClient) -> None:
     assert len(free) > 1
 
 
-@pytest.mark.parametrize("temperature", [1e-38, 1e-45, 1e-300, 5e-324, 9e-6, 1e-5])
-def test_the_coldest_samples_are_greedy(client: TestClient, temperature: float) -> None:
+def test_the_coldest_samples_and_the_smallest_shares_are_greedy(client: TestClient) -> None:
     greedy = _complete(client, max_tokens=12)["choices"]
-    assert _complete(client, max_tokens=12, temperature=temperature)["choices"] == greedy
+    for temperature in (1e-45, 5e-324, 1e-5):
+        assert _complete(client, max_tokens=12, temperature=temperature)["choices"] == greedy
+    for top_p in (1e-20, 5e-324):
+        assert _complete(client, max_tokens=12, temperature=1.0, top_p=top_p)["choices"] == greedy
     assert _complete(client, max_tokens=12, temperature=1e-5, repetition_penalty=0.01)["choices"][0]["text"]
 
 
-@pytest.mark.parametrize("top_p", [1e-20, 1e-300, 5e-324])
-def test_a_tiny_share_of_the_probability_leaves_the_likeliest_token(client: TestClient, top_p: float) -> None:
-    greedy = _complete(client, max_tokens=12)["choices"]
-    assert _complete(client, max_tokens=12, temperature=1.0, top_p=top_p)["choices"] == greedy
+WRONG_COMPLETIONS: list[tuple[Any, str]] = [
+    ({"prompt": ""}, "prompt is empty"),
+    ({"prompt": []}, "prompt"),
+    ({}, "Missing required parameter: 'prompt'."),
+    ([], "type for body: expected an object, but got an array"),
+    ({"prompt": 3}, "'prompt': expected a string or an array; got 3"),
+    ({"prompt": None}, "'prompt': expected a string or an array; got null"),
+    ({"prompt": {"text": "w1"}}, "'prompt': expected a string or an array; got an object"),
+    ({"prompt": [64]}, "has 64 tokens, and none is 64"),
+    ({"prompt": [1] * 64}, "do not fit"),
+    ({"prompt": [1, -2]}, "'prompt[1]': integer below minimum value. Expected a value >= 0, but got -2"),
+    ({"prompt": [1.0]}, "type for 'prompt[0]': expected an integer, but got a decimal"),
+    ({"prompt": [True, False]}, "type for 'prompt[0]': expected an integer, but got a boolean"),
+    ({"prompt": [[3], ["w1"]]}, "type for 'prompt[1][0]': expected an integer, but got a string"),
+    ({"prompt": ["w1", 3]}, "type for 'prompt[1]': expected a string, but got an integer"),
+    ({"prompt": [[]]}, "'prompt[0]': array too short. Expected an array with minimum length 1"),
+    ({"prompt": [PROMPT] * 65}, "'prompt': array too long. Expected an array with maximum length 64"),
+]
+WRONG_SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": 62}, "takes 64 tokens, and the prompt has 3: 62 new ones do not fit"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": True}, "type for 'max_tokens': expected an integer, but got a boolean"),
+    ({"max_tokens": 3.0}, "type for 'max_tokens': expected an integer, but got a decimal"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "0"}, "type for 'temperature': expected a decimal, but got a string"),
+    ({"n": 2}, "'n': only null and 1 are supported; got 2"),
+    ({"n": True}, "'n': only null and 1 are supported; got true"),
+    ({"best_of": True}, "'best_of': only null and 1"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"presence_penalty": 0.5}, "'presence_penalty': only null and 0 are supported; got 0.5"),
+    ({"repetition_penalty": 1e-300}, "Expected a value >= 0.01, but got 1e-300"),
+    ({"seed": 10**3000}, "'seed': integer above maximum value"),
+    ({"stop": [""]}, "'stop[0]': string too short"),
+    ({"stop": ["a"] * 17}, "'stop': array too long. Expected an array with maximum length 16"),
+    ({"stop": ["a", 3]}, "type for 'stop[1]': expected a string, but got an integer"),
+    ({"stop": "x" * 257}, "'stop': string too long. Expected a string with maximum length 256"),
+    ({"stop": {"a": 1}}, "'stop': expected a string or an array; got an object"),
+    ({"stream": "true"}, "type for 'stream'"),
+    ({"stream_options": {}}, "'stream_options': it is only allowed when 'stream' is true"),
+    ({"stream": True, "stream_options": {"foo": 1}}, "Unknown parameter: 'stream_options.foo'"),
+    ({"metadata": "x"}, "type for 'metadata': expected an object, but got a string"),
+    ({"model": 3}, "type for 'model': expected a string, but got an integer"),
+    ({"max_tokns": 3}, "Unknown parameter: 'max_tokns'."),
+    ({f"key{n}": n for n in range(200)}, "Unknown parameter: 'key0'."),
+    ({"k" * 3000: 1}, "Unknown parameter: 'kkk"),
+]
+MESSAGE = {"role": "user", "content": "w1"}
+WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": ["w1"]}]}, "type for 'messages[0].content[0]': expected an object"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "'messages[0].content[0].type': 'image_url'. Supported values are: 'text'",
+    ),
+    ({"messages": [{"role": "system", "content": "x"}]}, "chat template does not take it: no system"),
+    ({"messages": [MESSAGE], "tools": [{}]}, "tools"),
+    ({"messages": [MESSAGE], "chat_template_kwargs": {"chat_template": "x"}}, "cannot set"),
+]
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "words"),
-    [
-        ({"prompt": ""}, 400, "prompt is empty"),
-        ({"prompt": []}, 400, "prompt"),
-        ({}, 400, "Missing required parameter: 'prompt'."),
-        ({"prompt": PROMPT, "max_tokens": 62}, 400, "takes 64 tokens, and the prompt has 3: 62 new ones do not fit"),
-        ({"prompt": [1] * 64}, 400, "do not fit"),
-        ({"prompt": [64]}, 400, "has 64 tokens, and none is 64"),
-        ({"prompt": [-1]}, 400, "prompt"),
-        ({"prompt": PROMPT, "max_tokens": 0}, 400, "max_tokens"),
-        ({"prompt": PROMPT, "temperature": -1}, 400, "temperature"),
-        ({"prompt": PROMPT, "temperature": "hot"}, 400, "temperature"),
-        ({"prompt": PROMPT, "n": 2}, 400, "n"),
-        ({"prompt": PROMPT, "logprobs": 3}, 400, "logprobs"),
-        ({"prompt": PROMPT, "seed": 10**30}, 400, "seed"),
-        ({"prompt": PROMPT, "stop": [""]}, 400, "'stop[0]': string too short"),
-        ({"prompt": PROMPT, "max_tokns": 3}, 400, "Unknown parameter: 'max_tokns'."),
-        ({"prompt": PROMPT, **{f"key{n}": n for n in range(200)}}, 400, "Unknown parameter: 'key0'."),
-        ({"prompt": [PROMPT] * 65}, 400, "'prompt': array too long. Expected an array with maximum length 64"),
-        ({"prompt": [1, -2]}, 400, "'prompt[1]': integer below minimum value. Expected a value >= 0, but got -2"),
-        ({"prompt": [1.0]}, 400, "type for 'prompt[0]': expected an integer, but got a decimal"),
-        ({"prompt": [True, False]}, 400, "type for 'prompt[0]': expected an integer, but got a boolean"),
-        ({"prompt": [[3], ["w1"]]}, 400, "type for 'prompt[1][0]': expected an integer, but got a string"),
-        ({"prompt": ["w1", 3]}, 400, "type for 'prompt[1]': expected a string, but got an integer"),
-        ({"prompt": [[]]}, 400, "'prompt[0]': array too short. Expected an array with minimum length 1"),
-        ({"prompt": {"text": "w1"}}, 400, "'prompt': expected a string or an array; got an object"),
-        ({"prompt": PROMPT, "max_tokens": True}, 400, "type for 'max_tokens': expected an integer, but got a boolean"),
-        ({"prompt": PROMPT, "max_tokens": 3.0}, 400, "type for 'max_tokens': expected an integer, but got a decimal"),
-        ({"prompt": PROMPT, "n": True}, 400, "'n': only null and 1 are supported; got true"),
-        ({"prompt": PROMPT, "best_of": True}, 400, "'best_of': only null and 1"),
-        (
-            {"prompt": PROMPT, "presence_penalty": 0.5},
-            400,
-            "'presence_penalty': only null and 0 are supported; got 0.5",
-        ),
-        ({"prompt": PROMPT, "temperature": "0"}, 400, "type for 'temperature': expected a decimal, but got a string"),
-        ({"prompt": PROMPT, "temperature": True}, 400, "type for 'temperature'"),
-        ({"prompt": PROMPT, "repetition_penalty": 1e-300}, 400, "Expected a value >= 0.01, but got 1e-300"),
-        ({"prompt": PROMPT, "stream": "true"}, 400, "type for 'stream'"),
-        (
-            {"prompt": PROMPT, "stop": ["a"] * 17},
-            400,
-            "'stop': array too long. Expected an array with maximum length 16",
-        ),
-        ({"prompt": PROMPT, "stop": ["a", 3]}, 400, "type for 'stop[1]': expected a string, but got an integer"),
-        (
-            {"prompt": PROMPT, "stop": "x" * 257},
-            400,
-            "'stop': string too long. Expected a string with maximum length 256",
-        ),
-        ({"prompt": PROMPT, "stream_options": {}}, 400, "'stream_options': it is only allowed when 'stream' is true"),
-        (
-            {"prompt": PROMPT, "stream": True, "stream_options": {"foo": 1}},
-            400,
-            "Unknown parameter: 'stream_options.foo'",
-        ),
-        (
-            {"messages": [{"role": "user", "content": ["w1"]}]},
-            400,
-            "type for 'messages[0].content[0]': expected an object",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            400,
-            "'messages[0].content[0].type': 'image_url'. Supported values are: 'text'",
-        ),
-        ({"prompt": PROMPT, "model": "other"}, 404, "does not exist"),
-        ({"messages": []}, 400, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages"),
-        ({"messages": [{"role": "user"}]}, 400, "messages"),
-        ({"messages": [{"role": "system", "content": "x"}]}, 400, "chat template does not take it: no system"),
-        ({"messages": [{"role": "user", "content": "w1"}], "tools": [{}]}, 400, "tools"),
-        (
-            {"messages": [{"role": "user", "content": "w1"}], "chat_template_kwargs": {"chat_template": "x"}},
-            400,
-            "cannot set",
-        ),
-    ],
-)
-def test_wrong_bodies_are_answered_with_an_error_object(
-    client: TestClient, body: dict[str, Any], status: int, words: str
-) -> None:
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    answer = client.post(path, json=body)
-    assert answer.status_code == status, answer.text
-    error = answer.json()["error"]
-    assert error["type"] == "invalid_request_error"
-    assert words in error["message"]
+def test_wrong_bodies_are_answered_with_a_short_error_object(client: TestClient) -> None:
+    completions = [*WRONG_COMPLETIONS, *(({"prompt": PROMPT, **body}, words) for body, words in WRONG_SETTINGS)]
+    asked = [("/v1/completions", *each) for each in completions]
+    for path, body, words in [*asked, *(("/v1/chat/completions", *each) for each in WRONG_CHATS)]:
+        answer = client.post(path, json=body)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert words in error["message"]
+        assert len(error["message"]) < 250
+        assert "\n" not in error["message"]
+    answer = client.post("/v1/completions", json={"prompt": PROMPT, "model": "other"})
+    assert answer.status_code == 404
+    assert "does not exist" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("content", NO_REQUESTS)
-def test_bodies_that_are_no_request(client: TestClient, content: bytes) -> None:
-    answer = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["message"]
+def test_bodies_that_are_no_request(client: TestClient) -> None:
+    for content in NO_REQUESTS:
+        answer = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["message"]
 
 
 def test_a_body_that_is_not_declared_as_json_is_refused(client: TestClient) -> None:
     """As a web page could send it without being asked for."""
     answer = client.post("/v1/completions", content=b'{"prompt": "w1"}', headers={"content-type": "text/plain"})
     assert answer.status_code == 400
-    assert (
-        "expected an object, but got one without the content type application/json" in answer.json()["error"]["message"]
-    )
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({"prompt": 3}, "'prompt': expected a string or an array; got 3"),
-        ({"prompt": None}, "'prompt': expected a string or an array; got null"),
-        ({"prompt": PROMPT, "stop": {"a": 1}}, "'stop': expected a string or an array; got an object"),
-        ({"prompt": PROMPT, "metadata": "x"}, "type for 'metadata': expected an object, but got a string"),
-        ({"prompt": PROMPT, "model": 3}, "type for 'model': expected a string, but got an integer"),
-        ({"prompt": PROMPT, "seed": 10**3000}, "'seed': integer above maximum value"),
-        ({"prompt": PROMPT, "k" * 3000: 1}, "Unknown parameter: 'kkk"),
-        ([], "type for body: expected an object, but got an array"),
-    ],
-)
-def test_each_refusal_is_short_and_says_what_was_given(client: TestClient, body: Any, words: str) -> None:
-    answer = client.post("/v1/completions", json=body)
-    assert answer.status_code == 400
-    message = answer.json()["error"]["message"]
-    assert words in message
-    assert len(message) < 250
-    assert "\n" not in message
+    assert "expected an object, but got one without the content type application/json" in answer.text
 
 
 def test_long_bodies_are_refused_before_they_are_read(client: TestClient) -> None:
@@ -344,12 +303,12 @@ def test_other_paths(client: TestClient) -> None:
     assert client.get("/v1/completions").status_code == 405
 
 
-@pytest.mark.parametrize("given", [None, "Bearer wrong", KEY, "Bearer \u00e9"])
-def test_wrong_key(client: TestClient, given: str | None) -> None:
-    headers = {"Authorization": "" if given is None else given.encode()}
-    answer = client.post("/v1/completions", json={"prompt": PROMPT}, headers=headers)
-    assert answer.status_code == 401
-    assert answer.json()["error"]["code"] == "invalid_api_key"
+def test_wrong_key(client: TestClient) -> None:
+    for given in (None, "Bearer wrong", KEY, "Bearer \u00e9"):
+        headers = {"Authorization": "" if given is None else given.encode()}
+        answer = client.post("/v1/completions", json={"prompt": PROMPT}, headers=headers)
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
 
 
 def test_metrics_have_vllms_names(client: TestClient, service: Service) -> None:

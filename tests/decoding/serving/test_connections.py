@@ -115,15 +115,12 @@ WHOLE = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
     "begin",
     [
         pytest.param(b"", id="nothing"),
-        pytest.param(b"G", id="a byte"),
         pytest.param(WHOLE[:-2], id="half a head"),
-        pytest.param(HEAD, id="no body"),
         pytest.param(HEAD + b"x" * 99, id="half a body"),
         pytest.param(
             HEAD.replace(b"Content-Length: 100", b"Transfer-Encoding: chunked") + b"4\r\nabcd\r\n", id="half the chunks"
         ),
         pytest.param(WHOLE, id="idle"),
-        pytest.param(WHOLE + b"GET", id="idle, half a head"),
         pytest.param(WHOLE + HEAD, id="idle, no body"),
         pytest.param(WHOLE[:-2] + b"Connection: upgrade\r\nUpgrade: websocket\r\n\r\n", id="an upgrade"),
     ],
@@ -216,9 +213,8 @@ with socket.create_server(("127.0.0.1", 0)) as listener:
 """
 
 
-@pytest.mark.parametrize(("files", "number"), [(64, 200), (14, 30)], ids=["enough files", "too few files"])
-def test_more_connections_than_the_process_may_open_files(files: int, number: int) -> None:
-    command = [sys.executable, "-c", SERVER, str(files)]
+def test_more_connections_than_the_process_may_open_files() -> None:
+    command = [sys.executable, "-c", SERVER, "14"]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server,
         ExitStack() as stack,
@@ -226,7 +222,7 @@ def test_more_connections_than_the_process_may_open_files(files: int, number: in
         stack.callback(server.kill)
         assert server.stdout is not None
         port = int(server.stdout.readline())
-        for _ in range(number):
+        for _ in range(30):
             stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
         assert httpx2.get(f"http://127.0.0.1:{port}/health", timeout=60).status_code == 200
         server.terminate()

@@ -45,7 +45,7 @@ def interrupt(*_):
 batch.advance = long_pass
 signal.signal(signal.SIGTERM, interrupt)  # as the command line does
 print("ready", flush=True)
-serve(service, host="127.0.0.1", port=int(sys.argv[1]), api_key=None, hosts=["*"], drain_seconds=1)
+serve(service, host="127.0.0.1", port=int(sys.argv[1]), api_key=None, hosts=["*"], drain_seconds=0)
 """
 BODY: dict[str, Any] = {"prompt": "w3 w9 w4", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 

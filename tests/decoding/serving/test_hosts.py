@@ -24,21 +24,21 @@ def client() -> Iterator[TestClient]:
         yield client
 
 
-@pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "example.com", ""]
-)
-@pytest.mark.parametrize("path", ["/v1/models", "/health", "/metrics", "/v1/completions", "/nothing"])
-def test_other_names_are_refused_by_an_error_object(client: TestClient, host: str, path: str) -> None:
-    for ask in (client.get, client.post):
-        answer = ask(path, headers={"Host": host})
-        assert answer.status_code == 400
-        assert answer.json()["error"]["type"] == "invalid_request_error"
-        assert "Host header" in answer.json()["error"]["message"]
+def test_other_names_are_refused_by_an_error_object(client: TestClient) -> None:
+    names = ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "example.com", "")
+    asked = [(name, "/v1/models") for name in names]
+    paths = ("/health", "/metrics", "/v1/completions", "/nothing")
+    for host, path in [*asked, *(("evil.example", path) for path in paths)]:
+        for ask in (client.get, client.post):
+            answer = ask(path, headers={"Host": host})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+            assert "Host header" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost", "LOCALHOST:1", "[::1]:8000", "api.example.com"])
-def test_own_and_allowed_names_are_answered(client: TestClient, host: str) -> None:
-    assert client.get("/v1/models", headers={"Host": host}).status_code == 200
+def test_own_and_allowed_names_are_answered(client: TestClient) -> None:
+    for host in ("127.0.0.1:8000", "localhost", "LOCALHOST:1", "[::1]:8000", "api.example.com"):
+        assert client.get("/v1/models", headers={"Host": host}).status_code == 200
 
 
 def test_the_bound_address_and_what_the_operator_allows_are_known_names() -> None:

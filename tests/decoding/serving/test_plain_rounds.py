@@ -68,7 +68,7 @@ def _passes_of(decoder: Decoder, control: HandControl | None, monkeypatch: pytes
     return seen
 
 
-@pytest.mark.parametrize("kind", ["head", "lookup, then head", "blocks"])
+@pytest.mark.parametrize("kind", ["lookup, then head", "blocks"])
 def test_plain_rounds_run_the_passes_of_plain_decoding(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,7 +79,7 @@ def test_plain_rounds_run_the_passes_of_plain_decoding(
     assert drafted != plain, "a draft runs passes of its own"
 
 
-@pytest.mark.parametrize("kind", ["head", "lookup, then head", "blocks"])
+@pytest.mark.parametrize("kind", ["head", "lookup, then head"])
 def test_a_head_that_reads_the_prompt_late_drafts_as_one_that_read_it_at_once(kind: str, tmp_path: Path) -> None:
     decoder, control, room = _decoder(tmp_path, kind), HandControl(), WaitingRoom(9)
     batch = ContinuousBatch(decoder, room, num_rows=3, max_length=24, control=control)
@@ -107,9 +107,10 @@ def test_many_plain_rounds_keep_their_states_in_few_pieces(tmp_path: Path) -> No
         assert tuple(each.tokens) == plain_decoder(decoder.target).generate(request).tokens
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("num_rows", [1, 2])
-@pytest.mark.parametrize("kind", ["skip", "copies", "lookup and rule", "tree"])
+@pytest.mark.parametrize(
+    ("family", "num_rows", "kind"),
+    [("llama", 2, "copies"), ("llama", 1, "tree"), ("gemma3", 2, "lookup and rule"), ("gemma3", 1, "skip")],
+)
 def test_text_is_plain_decodings_whenever_rounds_draft(family: str, num_rows: int, kind: str) -> None:
     target, chance, drafted = target_of(family), random.Random(num_rows), 0
     costs = RoundCosts(draft_step=0.4, verify=(1.0, 1.1, 1.2, 1.3, 1.4))

@@ -27,11 +27,18 @@ from decoding.target import DraftView, Target, agree
 from decoding.target.heads import new_exit_head
 from decoding.target.lm_heads import LEFT_OUT, DraftVocabulary
 from decoding.text import Ending, TokenSequence
-from tests.support.chi_square import ALPHA, p_value
 from tests.support.families import NUM_LAYERS, SUPPORTED, VOCABULARY, build, some_tokens, target_of
 from tests.support.generations import write, write_plainly
 from tests.support.grid import RULES, SKIPS
-from tests.support.sampled import NUM_SEQUENCES, exact_distribution, first_tokens, request_for, sampling_target
+from tests.support.sampled import (
+    ALPHA,
+    NUM_SEQUENCES,
+    exact_distribution,
+    first_tokens,
+    p_value,
+    request_for,
+    sampling_target,
+)
 
 REQUEST = Request(some_tokens(9), Ending(16))
 FAMILIES = [family for family in SUPPORTED if family != "bloom"]

@@ -1,21 +1,29 @@
-"""Masks are made once per pass: no layer turns one into another form, repeats it or narrows it for itself."""
+"""Attention on CUDA: masks are made once per pass, not in each layer, and cuDNN is left out of every pass."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.backends import cuda
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from decoding.cache.kv_cache import KVCache
+from decoding.decode import Request
+from decoding.decoder import plain_decoder
 from decoding.runners.buckets import GPU_BUCKETS
 from decoding.runners.static import StaticRunner
 from decoding.target import ResumeView, Target
+from decoding.target.attention import attention_backends
+from decoding.text import Ending
 from tests.support.families import NUM_LAYERS, build
+from tuner.measuring.generation import StockGeneration
 
 CONTEXT = 10
 TOKEN_IDS = torch.arange(CONTEXT)[None]
@@ -52,8 +60,7 @@ def static_target(family: str) -> tuple[Target, KVCache]:
     return target, cache
 
 
-@pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize(("family", "num_kinds"), [("llama", 1), ("gpt_neox_parallel", 1), ("gemma3", 2)])
+@pytest.mark.parametrize(("family", "num_kinds", "width"), [("llama", 1, 1), ("gemma3", 2, 3)])
 @torch.no_grad()  # in inference mode attention would be a single operation
 def test_number_of_mask_operations_is_independent_of_the_layers(family: str, num_kinds: int, width: int) -> None:
     target, cache = static_target(family)
@@ -84,3 +91,51 @@ class Selections(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func is torch.ops.aten.index_select.default
         return func(*args, **(kwargs or {}))
+
+
+def allowed() -> tuple[bool, bool, bool, bool]:
+    """Return torch's settings for cuDNN, flash, efficient and plain attention."""
+    return cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
+
+
+def test_cudnn_is_left_out_on_cuda_only_and_only_inside() -> None:
+    before = allowed()
+    assert before[0], "torch's own default"
+    with attention_backends(torch.device("cpu")):
+        assert allowed() == before
+    with attention_backends(torch.device("cuda", 0)):
+        assert allowed() == (False, True, True, True)
+    assert allowed() == before
+
+
+@pytest.mark.parametrize("runner", ["eager", "static"])
+@pytest.mark.usefixtures("uncompiled")
+def test_every_pass_asks_for_its_device(monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
+    target = Target(build("llama"), runner)
+    decoder = plain_decoder(target)  # checks the model with passes of its own
+    open_now, seen = _watch(monkeypatch, "decoding.target.parts.attention_backends"), list[int]()
+    target.blocks[0].register_forward_hook(lambda *_: seen.append(len(open_now)))
+    decoder.generate(Request((5, 17, 33), Ending(6)))
+    assert seen == [1] * 6
+
+
+def test_stock_generation_runs_with_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    open_now, seen = _watch(monkeypatch, "tuner.measuring.generation.attention_backends"), list[int]()
+    model.model.layers[0].register_forward_hook(lambda *_: seen.append(len(open_now)))
+    StockGeneration("hf", model, frozenset(), "hf").decode([[5, 17, 33]], 6)
+    assert seen == [1] * 6
+
+
+def _watch(monkeypatch: pytest.MonkeyPatch, name: str) -> list[torch.device]:
+    """Replace `attention_backends` where it is used; return the devices for which it is open at the moment."""
+    open_now: list[torch.device] = []
+
+    @contextmanager
+    def watched(device: torch.device) -> Iterator[None]:
+        open_now.append(device)
+        yield
+        open_now.pop()
+
+    monkeypatch.setattr(name, watched)
+    return open_now
