@@ -112,7 +112,7 @@ def test_passwords_are_not_shown(tmp_path: Path, checkpoint: Path) -> None:
     assert without_password("postgresql://me:p@ss@host/db") == "postgresql://me:***@host/db"
     assert without_password("https://host:5000/a@b") == "https://host:5000/a@b"
     prompts = write_tiny_prompts(tmp_path / "prompts.jsonl", count=60)
-    places = ["--tracking-uri", f"sqlite:///{tmp_path / 'mlflow.db'}", "--out", str(tmp_path / "p.yaml")]
+    places = ["--set", f"tracking_uri=sqlite:///{tmp_path / 'mlflow.db'}", "--out", str(tmp_path / "p.yaml")]
     search = ["search", "--model", str(checkpoint), "--dataset", str(prompts), "--threads", "1", *places]
     result = CliRunner().invoke(main, [*search, "--storage", "nodb://me:secret@host/db"])
     refused(result, "cannot open the storage", "nodb://me:***@host/db")
