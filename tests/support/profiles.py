@@ -68,6 +68,8 @@ def profile_of(
 
 def save_profile(path: Path, model: str | Path, draft: Draft) -> Path:
     """Write a profile of `draft` for the model in the folder `model`, and return its path."""
-    target = profile_of(AutoModelForCausalLM.from_pretrained(model)).target.model_copy(update={"model": str(model)})
+    target = profile_of(AutoModelForCausalLM.from_pretrained(model), draft).target.model_copy(
+        update={"model": str(model)}
+    )
     DraftProfile(name="written by a test", target=target, draft=draft).save(path)
     return path
