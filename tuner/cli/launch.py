@@ -50,5 +50,7 @@ def work() -> None:
         os.read(sys.stdin.fileno(), 1)
         os.kill(os.getpid(), signal.SIGINT)
 
+    # A shell's background jobs ignore SIGINT, and so would this process.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=stop, daemon=True).start()
     launch()

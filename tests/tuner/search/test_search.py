@@ -371,8 +371,8 @@ def test_kill_9_in_the_middle_loses_no_finished_trial(
         str(workplace.parent / "small.yaml"),
     ]
     arguments += [
-        "--tracking-uri",
-        f"sqlite:///{workplace.parent / 'mlflow.db'}",
+        "--set",
+        f"tracking_uri=sqlite:///{workplace.parent / 'mlflow.db'}",
         "--trials",
         "500",
         "--study",

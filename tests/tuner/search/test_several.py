@@ -37,6 +37,8 @@ def place(tmp_path: Path, _tracking_template: Path) -> SearchPlace:
 
 def _start(place: SearchPlace, *arguments: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", "from tuner.cli.launch import launch; launch()", "search", "--config"]
+    # As a shell starts a background job, which ignores SIGINT.
+    in_background = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
     environment = {
         **os.environ,
         "XDG_CACHE_HOME": str(place.folder / "cache"),
@@ -45,7 +47,10 @@ def _start(place: SearchPlace, *arguments: str) -> subprocess.Popen[bytes]:
     }
     with (place.folder / "said.txt").open("wb") as said:
         return subprocess.Popen(
-            [*command, str(place.folder / "given.yaml"), *arguments], stdout=said, stderr=said, env=environment
+            [*in_background, *command, str(place.folder / "given.yaml"), *arguments],
+            stdout=said,
+            stderr=said,
+            env=environment,
         )
 
 
