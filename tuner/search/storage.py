@@ -26,7 +26,7 @@ from optuna.trial import TrialState as OptunaState
 from decoding.errors import first_line, one_line
 from studies.contract import TrialRecord
 from studies.samplers.contract import RECORD, StudySampler
-from tuner.databases import TABLES, make_private, refuse_unusable_database, sqlite_path
+from tuner.databases import TABLES, attempt, make_private, refuse_unusable_database, sqlite_path
 from tuner.errors import StorageError, StorageOutageError, without_password
 from tuner.review.document import described
 
@@ -352,22 +352,6 @@ def _opened(url: str, *, is_new: bool) -> optuna.storages.RDBStorage:
             )
         )
     return found[-1]
-
-
-def attempt(create: Callable[[], None], attempts: int = 5) -> None:
-    """Call `create`, again if another process made the same table between its look and its creation."""
-    for left in reversed(range(attempts)):
-        try:
-            return create()
-        except (
-            sqlalchemy.exc.OperationalError,
-            sqlalchemy.exc.ProgrammingError,
-            sqlalchemy.exc.IntegrityError,
-        ) as cause:
-            if not left or not ("exists" in str(cause) or isinstance(cause, sqlalchemy.exc.IntegrityError)):
-                raise
-            time.sleep(0.1)
-    return None
 
 
 def _retry(study: optuna.Study, stale: FrozenTrial) -> None:

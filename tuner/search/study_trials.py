@@ -74,9 +74,8 @@ class StudyRuns:
                 _, why = trials.run()
             self.ended[name] = "; ".join([why, *sampler.remarks()])
             self.expected |= sampler.expected()
-            stored.study.sampler = (
-                optuna.samplers.RandomSampler()
-            )  # ours may hold surveys as large as the model's weights
+            # Ours may hold surveys as large as the model's weights.
+            stored.study.sampler = optuna.samplers.RandomSampler()
             self.progress.say(f"{name}: {self.ended[name]}")
             self.note_time()
 
