@@ -12,6 +12,7 @@ from decoding.drafts import EarlyExit
 from studies.contract import StudySettings, TrialRecord, best_trials
 from studies.samplers import load_sampler
 from studies.samplers.contract import StudySampler
+from tuner.errors import ConfigError
 from tuner.freed_memory import freed_blocks_kept, large_blocks_given_back
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
@@ -95,8 +96,11 @@ class StudyRuns:
             assert problem.costs is not None, "a search measures them"
             # As production runs, though what is freed between surveys is given back.
             problem = replace(problem, costs=freed_blocks_kept()(problem.costs))
-            with large_blocks_given_back():
+            try:
                 sampler = load_sampler(name)(problem, settings)
+            except ValueError as cause:
+                raise ConfigError(str(cause)) from None
+            with large_blocks_given_back():
                 stored = self.store.open(sampler, task.identity, elapsed=lambda: clock.elapsed)
             stored.note(RUN_ID, self.tracker.run_id)
             if task.configuration is not None:

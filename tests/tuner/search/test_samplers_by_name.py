@@ -37,3 +37,9 @@ def test_a_sampler_without_its_package_says_what_is_missing(run_search: SearchCo
     result = run_search(study="optuna:CmaEsSampler")
     assert result.exit_code == 2
     assert "optuna:CmaEsSampler: it needs a package: pip install cmaes" in result.stderr
+
+
+def test_a_sampler_that_cannot_search_the_space_is_refused(run_search: SearchCommand) -> None:
+    result = run_search(study="optuna:BruteForceSampler")
+    assert result.exit_code == 2
+    assert "optuna:BruteForceSampler: this sampler cannot search drafts and rules: " in result.stderr
