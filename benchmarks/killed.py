@@ -3,7 +3,7 @@
 Searches with planted costs, as `benchmarks.small_search` makes them, run in each way that a user can run one. At random moments a
 process of theirs is killed (SIGKILL) and, as a supervisor would, started again:
 
-* `alone`: one process, trials in SQLite; a few trials, among them those of a study whose candidates follow from one another
+* `alone`: one process, trials in SQLite; a few trials, some by a study that derives each candidate from the one before
 * `two on SQLite`: processes on one file that join one search
 * `eight on PostgreSQL`: the same on a server that is started for it; its programs must be installed
 * `ray`: `search_on_ray` on nodes of a cluster on this host; a node is killed, and another takes its place
@@ -447,7 +447,7 @@ def _over_within(way: Way, seconds: float) -> bool:
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("ways", nargs="*", default=list(WAYS), metavar="WAY", help=f"default: all ({', '.join(WAYS)})")
-    parser.add_argument("--trials", type=int, default=200, help="short ones of each search but those of `alone`")
+    parser.add_argument("--trials", type=int, default=200, help="trials of each search except `alone`")
     parser.add_argument("--kills", type=int, default=10, help="of each way")
     parser.add_argument("--kills-each", type=int, default=3, help="of one search at most: it must still end")
     parser.add_argument("--seed", type=int, default=0)

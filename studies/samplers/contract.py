@@ -74,7 +74,7 @@ class StudySampler(optuna.samplers.BaseSampler):
         return {}
 
     def finished(self, study: optuna.Study) -> str | None:
-        """Learn, and return the reason that nothing is left to try, or None. Limits are those of `tuner.search.objective`."""
+        """Learn, and return the reason that nothing is left to try, or None. `tuner.search.objective` applies the limits."""
         self.learn(study)
         return None
 
