@@ -14,7 +14,7 @@ makes a perfect interval miss slightly more often than in 5 % of the cases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -93,12 +93,15 @@ def fill_bank(bench: Measuring, candidates: Sequence[Candidate], repetitions: in
 
 
 class NullBench:
-    """A bench whose prompts are drawn with replacement: from a bank of samples, or decoded anew for every measurement."""
+    """A bench whose prompts are drawn with replacement from a bank of samples, or put into another order and decoded anew."""
 
     def __init__(self, bench: Measuring, bank: Bank | None, family: Family, stream: np.random.Generator) -> None:
         self._bench, self._bank, self._family, self._stream = bench, bank, family, stream
-        self._prompts: list[int] = stream.integers(len(bench.indices), size=len(bench.indices)).tolist()
-        self.indices: Sequence[int] = range(len(self._prompts))
+        size = len(bench.indices)
+        self._prompts: list[int] = (
+            stream.permutation(size) if bank is None else stream.integers(size, size=size)
+        ).tolist()
+        self.indices: Sequence[int] = range(size)
 
     def measure(
         self, candidate: Candidate, indices: Sequence[int], on_sample: OnSample = lambda sample: None
@@ -106,25 +109,13 @@ class NullBench:
         """Measure the family's candidate in place of this one."""
         decoded = self._family.decoded_as[candidate.key]
         if self._bank is None:
-            found = self._decoded(decoded, [self._prompts[index] for index in indices])
+            found = list(self._bench.measure(decoded, [self._prompts[index] for index in indices]).samples)
         else:
             found = list(self._drawn(self._bank[decoded.key], indices))
         samples = [each.model_copy(update={"prompt": index}) for each, index in zip(found, indices, strict=True)]
         for sample in samples:
             on_sample(sample)
         return Measurement(samples=tuple(samples))
-
-    def _decoded(self, candidate: Candidate, prompts: Sequence[int]) -> list[PromptSample]:
-        """Measure prompts of which some may be the same: a bench adds up what it measures of one prompt at a time."""
-        found: dict[int, PromptSample] = {}
-        while len(found) < len(prompts):
-            once: dict[int, int] = {}
-            for place, prompt in enumerate(prompts):
-                if place not in found:
-                    once.setdefault(prompt, place)
-            measured = self._bench.measure(candidate, list(once))
-            found |= dict(zip(once.values(), measured.samples, strict=True))
-        return [found[place] for place in range(len(prompts))]
 
     def _drawn(
         self, pool: Mapping[tuple[int, bool], Sequence[PromptSample]], indices: Sequence[int]
@@ -175,7 +166,6 @@ def check_nulls(
     num_runs: int,
     repetitions: int,
     fresh: bool,
-    search: Callable[..., dict[str, Any]] = search_among,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run `num_runs` small searches among the family's candidates, each on newly drawn prompts; return a row, and the runs."""
     decoded = list({each.key: each for each in family.decoded_as.values()}.values())
@@ -184,7 +174,7 @@ def check_nulls(
     runs = []
     for _ in range(num_runs):
         drawn = [NullBench(bench, bank, family, stream) for bench, bank in zip(benches, banks, strict=True)]
-        runs.append(search(family, *drawn, config))
+        runs.append(search_among(family, *drawn, config))
     num_claims = sum(run["claims"] for run in runs)
     low, high = stats.binomtest(num_claims, num_runs).proportion_ci(confidence_level=0.95)
     row = {"candidates": name, "truth": family.truth, "number": len(family.candidates)}
@@ -202,19 +192,12 @@ def check_coverage(task: Task, bench: Bench, *, count: int, num_passes: int, max
     rows = []
     for candidate, measured in zip(candidates, zip(*passes, strict=True), strict=True):
         drawn = confirmations(measured, min(CONFIRMED, len(indices)), stream)
-        below, above = (sum(side(interval, truth) for interval, truth in drawn) for side in (_is_below, _is_above))
+        below = sum(interval.ci95[1] < truth for interval, truth in drawn)
+        above = sum(interval.ci95[0] > truth for interval, truth in drawn)
         row = {"kind": kind_of(candidate.draft), "candidate": candidate.key, "intervals": len(drawn)}
         speedups = [each.speedup for each in measured]
         rows.append({**row, "too high": above, "too low": below, "speed-ups of the passes": speedups})
     return rows
-
-
-def _is_above(interval: Interval, truth: float) -> bool:
-    return interval.ci95[0] > truth
-
-
-def _is_below(interval: Interval, truth: float) -> bool:
-    return interval.ci95[1] < truth
 
 
 def confirmations(

@@ -43,7 +43,6 @@ import uvicorn
 
 from benchmarks.postgres import postgres
 from benchmarks.results import show, write
-from benchmarks.serving import free_port
 from benchmarks.small_search import (
     LIMIT_SECONDS,
     CheckOutcome,
@@ -58,6 +57,7 @@ from benchmarks.small_search import (
 )
 from benchmarks.task import arguments
 from tuner.config import SearchConfig
+from tuner.engines.server import free_port
 from tuner.errors import SearchError
 from tuner.progress import Unwatched
 from tuner.search import several

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from benchmarks.planted_model import plant, planted, prompts
+from benchmarks.planted_model import in_blocks, plant, planted, prompts
 from benchmarks.results import show, write
 from benchmarks.task import arguments
 from decoding.draft_length import Fixed, RoundCosts
@@ -154,8 +154,8 @@ def _planted_blocks(sizes: tuple[int, int, int], seed: int) -> PreTrainedModel:
     num_layers, num_redundant, num_grey = sizes
     inner = list(range(1, num_layers - 1))
     random.Random(f"blocks/{seed}").shuffle(inner)
-    redundant, grey = sorted(inner[:num_redundant]), sorted(inner[num_redundant : num_redundant + num_grey])
-    return plant(num_layers, redundant, redundant, grey_attention=grey, grey_mlp=grey, seed=seed)
+    redundant, grey = inner[:num_redundant], inner[num_redundant : num_redundant + num_grey]
+    return plant(num_layers, in_blocks(redundant), in_blocks(grey), seed=seed)
 
 
 @torch.no_grad()
@@ -287,8 +287,6 @@ def main() -> None:
         "--sizes", type=int, nargs=3, default=None, help="blocks, redundant and grey ones of small problems"
     )
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     document: dict[str, Any] = {"optima": {}, "small": [], "large": [], "rivals": []}
     if args.json and args.json.exists():

@@ -9,13 +9,10 @@ per cent, several together far more. The construction is our formulation; its co
 
 from __future__ import annotations
 
-import json
 import math
 import random
-from argparse import ArgumentParser
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -48,86 +45,43 @@ class Planted(NamedTuple):
     model: PreTrainedModel
     redundant: LayerSkip
     """The skip set that a search should find."""
-    grey: LayerSkip
 
 
-def draw_sets(
-    num_layers: int, *, seed: int, share: float = 0.45, grey_share: float = 0.1
-) -> tuple[LayerSkip, LayerSkip]:
-    """Draw redundant sublayers (a `share` of all) and grey ones, outside the first and the last block.
+def planted(num_layers: int, *, seed: int) -> Planted:
+    """Return a model whose redundant and grey sublayers are drawn by the seed: 45 % and 10 % of all, and at least 2.
 
-    Published searches never skip these two blocks. Raises ValueError unless another important sublayer remains.
+    None is in the first or the last block, which published searches never skip.
     """
-    inner = sorted(_all_sublayers(num_layers) - _in_blocks({0, num_layers - 1}))
-    num_redundant, num_grey = round(share * 2 * num_layers), max(2, round(grey_share * 2 * num_layers))
-    if num_redundant < 1 or num_grey < 0 or num_redundant + num_grey >= len(inner):
-        raise ValueError(
-            f"{num_redundant} redundant and {num_grey} grey sublayers do not leave an important one among the {len(inner)} between "
-            f"the first and the last of {num_layers} blocks"
-        )
+    inner = sorted(in_blocks(range(1, num_layers - 1)))
+    num_redundant, num_grey = round(0.45 * 2 * num_layers), max(2, round(0.1 * 2 * num_layers))
     random.Random(f"sets/{seed}").shuffle(inner)
-    return _as_skip(inner[:num_redundant]), _as_skip(inner[num_redundant : num_redundant + num_grey])
+    redundant, grey = inner[:num_redundant], inner[num_redundant : num_redundant + num_grey]
+    model = plant(num_layers, frozenset(redundant), frozenset(grey), seed=seed)
+    return Planted(model, as_skip(redundant))
 
 
-def planted(num_layers: int, *, seed: int, share: float = 0.45) -> Planted:
-    """Return a model whose redundant and grey sublayers are drawn by the seed."""
-    redundant, grey = draw_sets(num_layers, seed=seed, share=share)
-    model = plant(
-        num_layers,
-        redundant.skip_attention,
-        redundant.skip_mlp,
-        grey_attention=grey.skip_attention,
-        grey_mlp=grey.skip_mlp,
-        seed=seed,
-    )
-    return Planted(model, redundant, grey)
-
-
-def plant(
-    num_layers: int,
-    redundant_attention: Iterable[int],
-    redundant_mlp: Iterable[int],
-    *,
-    seed: int,
-    grey_attention: Iterable[int] = (),
-    grey_mlp: Iterable[int] = (),
-    hidden_size: int = HIDDEN_SIZE,
-    vocabulary_size: int = VOCABULARY_SIZE,
-) -> PreTrainedModel:
-    """Return a random Llama in float32 with these redundant and grey sublayers, and without an end-of-text token.
-
-    Raises ValueError if a sublayer has both kinds or does not exist, or if none is left to be important.
-    """
-    redundant = _sublayers(redundant_attention, redundant_mlp)
-    grey = _sublayers(grey_attention, grey_mlp)
-    everything = _all_sublayers(num_layers)
-    if not redundant | grey < everything:
-        raise ValueError(
-            f"redundant and grey sublayers must be some, but not all, sublayers of blocks 0 to {num_layers - 1}; got: "
-            f"{_as_skip(redundant | grey).describe()}"
-        )
-    if redundant & grey:
-        raise ValueError(f"{len(redundant & grey)} sublayers are both redundant and grey")
+def plant(num_layers: int, redundant: Sublayers, grey: Sublayers, *, seed: int) -> PreTrainedModel:
+    """Return a random Llama in float32 with these redundant and grey sublayers, and without an end-of-text token."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _random_llama(num_layers, hidden_size, vocabulary_size)
+        model = _random_llama(num_layers)
         _set_loudness(model, _loudness(num_layers, redundant, grey, seed))
     return model
 
 
-def prompts(num: int, length: int, seed: int, vocabulary_size: int = VOCABULARY_SIZE) -> list[tuple[int, ...]]:
+def prompts(num: int, length: int, seed: int) -> list[tuple[int, ...]]:
     """Return `num` prompts of `length` random tokens."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(vocabulary_size, (num, length), generator=generator)
+    drawn = torch.randint(VOCABULARY_SIZE, (num, length), generator=generator)
     return [tuple(prompt) for prompt in drawn.tolist()]
 
 
-def _random_llama(num_layers: int, hidden_size: int, vocabulary_size: int) -> Any:
+def _random_llama(num_layers: int) -> Any:
     """Return a Llama with norm-preserving weights, sharp attention, and logits that are neither flat nor certain."""
     config = LlamaConfig(
-        vocab_size=vocabulary_size,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=2 * HIDDEN_SIZE,
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -136,7 +90,7 @@ def _random_llama(num_layers: int, hidden_size: int, vocabulary_size: int) -> An
         eos_token_id=None,
     )
     model = LlamaForCausalLM(config).eval()
-    gains = {"embed_tokens": EMBEDDING * math.sqrt(num_layers * hidden_size), "q_proj": SHARPNESS, "lm_head": LOGITS}
+    gains = {"embed_tokens": EMBEDDING * math.sqrt(num_layers * HIDDEN_SIZE), "q_proj": SHARPNESS, "lm_head": LOGITS}
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim > 1:
@@ -197,40 +151,15 @@ def _module(model: Any, kind: str, index: int) -> Any:
     return block.self_attn if kind == ATTENTION else block.mlp
 
 
-def _sublayers(attention: Iterable[int], mlp: Iterable[int]) -> Sublayers:
-    return frozenset({(ATTENTION, index) for index in attention} | {(MLP, index) for index in mlp})
+def in_blocks(blocks: Iterable[int]) -> Sublayers:
+    """Return both sublayers of these blocks."""
+    return frozenset((kind, index) for index in blocks for kind in (ATTENTION, MLP))
 
 
-def _in_blocks(blocks: Iterable[int]) -> Sublayers:
-    indices = tuple(blocks)
-    return _sublayers(indices, indices)
-
-
-def _all_sublayers(num_layers: int) -> Sublayers:
-    return _in_blocks(range(num_layers))
-
-
-def _as_skip(sublayers: Iterable[tuple[str, int]]) -> LayerSkip:
+def as_skip(sublayers: Iterable[tuple[str, int]]) -> LayerSkip:
+    """Return the draft that skips these sublayers."""
     chosen = sorted(sublayers)
     return LayerSkip(
         skip_attention=tuple(index for kind, index in chosen if kind == ATTENTION),
         skip_mlp=tuple(index for kind, index in chosen if kind == MLP),
     )
-
-
-def main() -> None:
-    parser = ArgumentParser(description="Write a planted model and its sets, planted.json, into a new folder.")
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--share", type=float, default=0.45, help="of the sublayers that are redundant")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True)
-    found = planted(args.layers, seed=args.seed, share=args.share)
-    found.model.save_pretrained(args.out)
-    sets = {name: getattr(found, name).model_dump(mode="json") for name in ("redundant", "grey")}
-    (args.out / "planted.json").write_text(json.dumps({"seed": args.seed, **sets}, indent=2) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import Counter
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -26,7 +24,6 @@ VOCABULARY, NUM_NEW, LONGEST_PROMPT = 64, 24, 40
 CASES_PER_MODEL, NUM_PROMPTS = 10, 8
 SWITCH_SECONDS = 1e-5
 """Python's switch interval while threads run: five hundred times shorter than by default, so that races show."""
-RIGHT, WRONG = "right", "wrong"
 
 
 def random_llama(seed: int) -> LlamaForCausalLM:
@@ -84,47 +81,27 @@ def sequences_in_threads(num_sequences: int, num_threads: int, seed: int) -> Che
     """Let threads share one decoder of each of several random drafts."""
     outcome, stream = CheckOutcome(f"sequences of {num_threads} threads on one decoder"), random.Random(seed)
     target = Target(random_llama(seed))
-    prompts = [random_prompt(stream) for _ in range(NUM_PROMPTS)]
+    requests = [Request(random_prompt(stream), Ending(NUM_NEW)) for _ in range(NUM_PROMPTS)]
     plain = plain_decoder(target)
-    expected = [plain.generate(Request(prompt, Ending(NUM_NEW))).tokens for prompt in prompts]
+    expected = [plain.generate(request).tokens for request in requests]
     candidates = random_candidates(target, CASES_PER_MODEL, seed, rules=("fixed",))
-    for number, candidate in enumerate(candidates):
-        decoder = Decoder(target, candidate.draft, candidate.draft_length)
-        share = num_sequences // len(candidates) + (number < num_sequences % len(candidates))
-
-        def write(prompt: Sequence[int], decoder: Decoder = decoder) -> Sequence[int]:
-            return decoder.generate(Request(prompt, Ending(NUM_NEW))).tokens
-
-        for found, count in decode_in_threads(write, prompts, expected, num_threads, share).items():
-            for _ in range(count):
-                outcome.count(None if found == RIGHT else f"{candidate.key}: {found}")
-    return outcome
-
-
-def decode_in_threads(
-    write: Callable[[Sequence[int]], Sequence[int]],
-    prompts: Sequence[Sequence[int]],
-    expected: Sequence[Sequence[int]],
-    num_threads: int,
-    num_sequences: int,
-) -> Counter[str]:
-    """Let threads share `write`, and count the sequences that are `RIGHT`, `WRONG`, or refused, by the error.
-
-    `expected[i]` are the tokens after `prompts[i]`; the threads take the prompts in turn.
-    """
-
-    def outcome(number: int) -> str:
-        index = number % len(prompts)
-        try:
-            tokens = list(write(prompts[index]))
-        except Exception as error:  # the outcome that is counted
-            return f"{type(error).__name__}: {first_line(error)}"
-        return RIGHT if tokens == list(expected[index]) else WRONG
-
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         with ThreadPoolExecutor(num_threads) as pool:
-            return Counter(pool.map(outcome, range(num_sequences)))
+            for number, candidate in enumerate(candidates):
+                decoder = Decoder(target, candidate.draft, candidate.draft_length)
+
+                def failure(index: int, decoder: Decoder = decoder) -> str | None:
+                    try:
+                        found = decoder.generate(requests[index]).tokens
+                    except Exception as error:  # the outcome that is counted
+                        return f"{type(error).__name__}: {first_line(error)}"
+                    return None if found == expected[index] else "another sequence"
+
+                share = num_sequences // len(candidates) + (number < num_sequences % len(candidates))
+                for wrong in pool.map(failure, [index % NUM_PROMPTS for index in range(share)]):
+                    outcome.count(wrong, of=candidate.key)
     finally:
         sys.setswitchinterval(before)
+    return outcome

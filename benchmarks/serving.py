@@ -11,24 +11,17 @@ servers take turns, and ratios are over rounds.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import signal
-import socket
-import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import openai
-import torch
 
 from benchmarks.results import show, write
 from benchmarks.task import arguments
@@ -38,13 +31,15 @@ from decoding.profile import DraftProfile
 from decoding.target import Target
 from decoding.text import Ending
 from studies.ratios import Work, speed_ratio
+from tuner.engines.contract import Launch
+from tuner.engines.server import HOST, Client, free_port, serving
 from tuner.errors import ConfigError
 from tuner.inputs.datasets import open_table
 from tuner.inputs.models import eos_token_ids, load
 
 CONTEXT = 1024
 """Longest sequence that the servers take, in tokens."""
-START_SECONDS, STOP_SECONDS = 300, 60
+START_SECONDS = 300
 REQUESTS_PER_STREAM = 2
 KINDS = {
     "whole": 6,
@@ -73,20 +68,14 @@ WRONG: tuple[dict[str, Any], ...] = (
 class RunningServer(NamedTuple):
     """A server that answers `/health`."""
 
-    name: str
-    url: str
+    engine: Client
     model: str
     """Name that clients give."""
 
     @property
     def client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=600)
-
-    def metrics(self) -> dict[str, float]:
-        """Return its metrics: each name with its labels, and the value."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
-            lines = answer.read().decode().splitlines()
-        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[:1] != "#")}
+        url = f"http://{HOST}:{self.engine.port}/v1"
+        return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=600)
 
 
 class Reference(NamedTuple):
@@ -99,45 +88,6 @@ class Reference(NamedTuple):
 
     def text(self, num_tokens: int) -> str:
         return str(self.tokenizer.decode(self.tokens[:num_tokens], skip_special_tokens=True))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextmanager
-def running(
-    name: str, command: Sequence[str], port: int, model: str, log: Path, threads: int | None
-) -> Iterator[RunningServer]:
-    """Run a server while the context lasts; its output goes to `log`. Raises `ConfigError` if it does not start."""
-    limits = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **limits})
-    try:
-        server = RunningServer(name, f"http://127.0.0.1:{port}", model)
-        deadline = time.monotonic() + START_SECONDS
-        while not _is_healthy(server):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise ConfigError(f"{name} does not start: see {log}")
-            time.sleep(0.5)
-        yield server
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _is_healthy(server: RunningServer) -> bool:
-    try:
-        with urllib.request.urlopen(f"{server.url}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def references_of(args: Namespace, profile: DraftProfile, model: str) -> tuple[list[Reference], int]:
@@ -258,8 +208,8 @@ class Clients:
     async def is_idle(self) -> bool:
         """Wait until no request is left on the server; return False if some stay."""
         for _ in range(120):
-            metrics = await asyncio.to_thread(self._server.metrics)
-            if not any(value for name, value in metrics.items() if name.startswith("vllm:num_requests_")):
+            counters = await asyncio.to_thread(self._server.engine.counters)
+            if not any(value for name, value in counters.items() if name.startswith("vllm:num_requests_")):
                 return True
             await asyncio.sleep(0.5)
         return False
@@ -274,7 +224,7 @@ async def mixed_requests(
     for count in (first, args.requests - first):
         await clients.drive(count, chance)
         is_idle &= await clients.is_idle()
-        megabytes.append(own.metrics()["process_resident_memory_bytes"] / 1e6)
+        megabytes.append(own.engine.counters()["process_resident_memory_bytes"] / 1e6)
     rows = [{"kind": kind, **counts} for kind, counts in sorted(clients.outcomes.items())]
     wrong = sum(number for counts in clients.outcomes.values() for name, number in counts.items() if name != "right")
     return {"rows": rows, "num_wrong": wrong, "wrong": clients.wrong, "is_idle": is_idle, "megabytes": megabytes}
@@ -297,10 +247,10 @@ async def throughput(
                 seconds, tokens, wrong = await _run(server, chosen, level, args.max_new_tokens)
                 num_wrong[level] += wrong
                 if number >= 0:
-                    samples.setdefault((level, server.name), []).append((seconds, tokens))
+                    samples.setdefault((level, server.engine.title), []).append((seconds, tokens))
     rows = []
     for level in args.levels:
-        works = {server.name: Work.of(samples[level, server.name]) for server in servers}
+        works = {server.engine.title: Work.of(samples[level, server.engine.title]) for server in servers}
         row: dict[str, Any] = {"streams": level}
         row |= {f"{name} tok/s": round(work.tokens_per_second, 1) for name, work in works.items()}
         own, *others = works
@@ -336,14 +286,14 @@ async def drive(
 ) -> dict[str, Any]:
     common = ["--model", model, "--max-length", str(context), "--max-batch", str(max(args.streams, *args.levels))]
     common += [] if args.threads is None else ["--threads", str(args.threads)]
+    threads = {} if args.threads is None else {"OMP_NUM_THREADS": str(args.threads)}
     document: dict[str, Any] = {"context": context}
     with ExitStack() as stack:
 
         def start(label: str, command: Sequence[str]) -> RunningServer:
-            port = free_port()
-            log = logs / f"{label.replace(' ', '_')}.log"
-            whole = [*command, "--port", str(port)]
-            return stack.enter_context(running(label, whole, port, model, log, args.threads))
+            client, log = Client(free_port(), label), logs / f"{label.replace(' ', '_')}.log"
+            launch = Launch((*command, "--port", str(client.port)), threads)
+            return RunningServer(stack.enter_context(serving(launch, client, log, start_seconds=START_SECONDS)), model)
 
         serve = [sys.executable, "-m", "tuner.cli.main", "serve", str(args.profile), "--served-model-name", model]
         own = start("sdtune", [*serve, *common])
@@ -374,8 +324,6 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=Path(), help="folder of the servers' logs")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
     profile = DraftProfile.load(args.profile)
     model = args.model or profile.target.model
     references, context = references_of(args, profile, model)

@@ -44,7 +44,7 @@ PLAIN = Candidate(draft=PlainDecoding(), draft_length=Fixed())
 
 def main() -> None:
     """Run the missing steps, print the tables and write them."""
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, settings=True)
     parser.add_argument("--models", nargs="+", required=True, metavar="NAME=MODEL")
     parser.add_argument("--dtypes", nargs="+", default=["auto"])
     parser.add_argument("--tasks", nargs="+", required=True, metavar="NAME=DATASET")
@@ -53,9 +53,6 @@ def main() -> None:
     )
     parser.add_argument("--tuning", metavar="DATASET", help="data set of all searches; default: each task's own")
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration of a search: settings of all")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="setting of all searches; repeatable"
-    )
     parser.add_argument("--out", type=Path, default=Path("suite"), help="folder of the steps' results")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []

@@ -37,36 +37,45 @@ class Printed(Unwatched):
         print(line, file=sys.stderr, flush=True)
 
 
-def arguments(description: str | None) -> ArgumentParser:
-    """Return a parser with the options of every benchmark."""
+def arguments(description: str | None, *, settings: bool = False) -> ArgumentParser:
+    """Return a parser with the options of every benchmark; with `settings`, of one that takes those of a command."""
     parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="file of all figures and samples")
-    parser.add_argument("--threads", type=int, help="CPU threads of torch")
+    parser.add_argument("--threads", type=_use_threads, help="CPU threads of torch")
+    if settings:
+        parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting; repeatable")
     return parser
+
+
+def _use_threads(text: str) -> int:
+    torch.set_num_threads(int(text))
+    return int(text)
 
 
 def search_arguments(description: str | None) -> ArgumentParser:
     """Return a parser with the options of a benchmark on the problem of a search; `read_config` reads them."""
-    parser = arguments(description)
+    parser = arguments(description, settings=True)
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration of a search")
     parser.add_argument("--model")
     parser.add_argument("--dataset")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting of a search; repeatable"
-    )
     return parser
+
+
+def settings_of(args: Namespace) -> dict[str, Any]:
+    """Return what --set gives."""
+    return {key: yaml.safe_load(value) for key, _, value in (each.partition("=") for each in args.set)}
 
 
 def read_config(args: Namespace, **fixed: Any) -> SearchConfig:
     """Return the configuration of the options of `search_arguments`; `fixed` settings win."""
-    given = {key: yaml.safe_load(value) for key, _, value in (each.partition("=") for each in args.set)}
     folder = (args.json or Path("benchmark.json")).parent
     folder.mkdir(parents=True, exist_ok=True)
-    profile = folder / "profile.yaml"  # checked, never written
-    flags = {"model": args.model, "dataset": args.dataset, **given, "distill": "never", "out": profile, **fixed}
-    config = load_config(args.config, flags)
-    if threads := args.threads or config.threads:
-        torch.set_num_threads(threads)
+    flags = {name: value for name in ("model", "dataset", "threads") if (value := getattr(args, name)) is not None}
+    # Where a profile would be: checked, never written.
+    own = {"distill": "never", "out": folder / "profile.yaml"}
+    config = load_config(args.config, {**flags, **settings_of(args), **own, **fixed})
+    if config.threads:
+        torch.set_num_threads(config.threads)
     refuse_batches(config, "this benchmark")
     return config
 

@@ -8,28 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
-from benchmarks.killed import HOST, patiently
+import psutil
+
+from benchmarks.killed import patiently
 from benchmarks.results import show, write
-from benchmarks.serving import free_port
 from benchmarks.small_search import SearchPlace
 from benchmarks.task import arguments
+from tuner.engines.contract import Launch
+from tuner.engines.server import HOST, Client, free_port, serving
 from tuner.errors import ConfigError
 from tuner.service.client import ServiceClient
 from tuner.service.contract import SearchRequest
 
-T = TypeVar("T")
 AT_ONCE, STATUS_SECONDS, SPARE_FILES = 500, 60.0, 200
 """Connections that are opened at the same moment, the longest wait for their status, and files beside them."""
+START_SECONDS = 300.0
 
 
 def watched(folder: Path, num_clients: int) -> tuple[dict[str, Any], list[str]]:
@@ -39,35 +40,19 @@ def watched(folder: Path, num_clients: int) -> tuple[dict[str, Any], list[str]]:
         raise ConfigError(f"--watchers {num_clients}: this process may open {limit} files: raise `ulimit -n`")
     SearchPlace.made(folder)
     port, model, data = free_port(), str(folder / "model"), str(folder / "prompts.jsonl")
-    command = [
-        sys.executable,
-        "-m",
-        "tuner.cli.main",
-        "service",
-        "--port",
-        str(port),
-        "--database",
-        f"sqlite:///{folder / 'service.db'}",
-    ]
-    command += ["--folder", str(folder / "searches"), "--allow-model", model, "--allow-dataset", data]
-    with (folder / "service.txt").open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
-
-    def ask(request: Callable[[ServiceClient], T]) -> T:
-        with ServiceClient(f"http://{HOST}:{port}") as client:
-            return request(client)
-
-    try:
-        patiently(partial(ask, lambda client: client.workers()))
-        job = ask(lambda client: client.submit(SearchRequest(config={"model": model, "dataset": data})).id)
-        before = _megabytes(process.pid)
+    command = [sys.executable, "-m", "tuner.cli.main", "service", "--port", str(port)]
+    command += ["--database", f"sqlite:///{folder / 'service.db'}", "--folder", str(folder / "searches")]
+    command += ["--allow-model", model, "--allow-dataset", data]
+    running = serving(
+        Launch(tuple(command)), Client(port, "service"), folder / "service.txt", start_seconds=START_SECONDS
+    )
+    with running, ServiceClient(f"http://{HOST}:{port}") as client:
+        job = client.submit(SearchRequest(config={"model": model, "dataset": data})).id
+        before = _megabytes()
         statuses, served, other = asyncio.run(_crowd(port, job, num_clients))
-        crowded, start = _megabytes(process.pid), time.monotonic()
-        patiently(partial(ask, lambda client: client.search(job)))
+        crowded, start = _megabytes(), time.monotonic()
+        patiently(partial(client.search, job))
         calm = time.monotonic() - start
-    finally:
-        process.kill()
-        process.wait()
     row = {"watchers": num_clients, **statuses, "served at the end": served, "good answer after s": calm}
     wrong = [f"watchers whose answer was {each}: {statuses[each]}" for each in statuses if each not in ("200", "503")]
     wrong += [] if other in ("200", "503") else ["no other client was answered meanwhile"]
@@ -102,10 +87,9 @@ async def _crowd(port: int, job: str, num_clients: int) -> tuple[Counter[str], i
     return statuses, served, other
 
 
-def _megabytes(pid: int) -> float:
-    """Return the resident memory of a process, by Linux."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1])
-    return pages * resource.getpagesize() / 1e6
+def _megabytes() -> float:
+    """Return the resident memory of the service: of all that this process has started."""
+    return sum(child.memory_info().rss for child in psutil.Process().children(recursive=True)) / 1e6
 
 
 def main() -> int:

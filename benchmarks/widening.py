@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -40,27 +39,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 
 from benchmarks.task import arguments
 from decoding.errors import SdtuneError
-from decoding.exit_heads import (
-    FEATURE_HEAD,
-    FEATURE_SCHEMA,
-    HeadFacts,
-    head_name,
-    load_exit_head,
-    read_facts,
-    save_head,
-)
+from decoding.exit_heads import head_name, load_exit_head, read_facts, save_head
 from decoding.fingerprint import fingerprint
-from decoding.target import FeatureHead, Target
-from decoding.target.heads import new_exit_head, new_feature_head
+from decoding.target import Target
+from decoding.target.heads import new_exit_head
 from tuner.inputs.models import DTYPES
 
 SILENT_OUTSIDE = frozenset({"embed_tokens", "o_proj", "down_proj"})
-FINAL_NORM, TOKEN_NORM, JOIN = "norm", "token_norm", "join"
-NORMS = frozenset({"input_layernorm", "post_attention_layernorm", FINAL_NORM, "state_norm", TOKEN_NORM})
+FINAL_NORM = "norm"
+NORMS = frozenset({"input_layernorm", "post_attention_layernorm", FINAL_NORM})
 PADDING_GAIN = 64.0
-"""Gain of the constant dimension in the final norm."""
-GAINS = {FINAL_NORM: PADDING_GAIN, TOKEN_NORM: 1.0}
-"""Gain of the constant dimension by norm; 0 in all others."""
+"""Gain of the constant dimension in the final norm; it is 0 in all others."""
 PADDING_PUSH = 2048.0
 """Logits that padding tokens lie below the mean of the others if the trained hidden states have a root mean square of 1.
 
@@ -96,72 +85,40 @@ class Widths:
         return self.num_attention_heads // self.num_key_value_heads
 
 
-def _sizes(hidden: int, intermediate: int, heads: int, key_value_heads: int, head_dim: int) -> dict[str, int]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_value_heads,
-        "head_dim": head_dim,
-    }
+def _sizes(*sizes: int) -> dict[str, int]:
+    return dict(zip(Widths.__dataclass_fields__, sizes, strict=False))
 
 
-_BLOCKS_OF_8B = _sizes(4096, 14336, 32, 8, 128)
 PRESETS: dict[str, dict[str, int]] = {
     # Grown in every way, but still small enough for a CPU: to try out commands.
-    "demo": {**_sizes(192, 512, 6, 6, 32), "num_hidden_layers": 32, "vocab_size": 8192},
+    "demo": _sizes(192, 512, 6, 6, 32, 32, 8192),
     # With the demo's 24 layers: more than the caches of a CPU hold.
     "250m": _sizes(1024, 2304, 16, 8, 64),
     # With the demo's 24 layers and its vocabulary of 4,096: hardly any LM head.
-    "5b": _BLOCKS_OF_8B,
+    "5b": _sizes(4096, 14336, 32, 8, 128),
     # Every size of Llama-3.1-8B: 8,030,261,248 parameters.
-    "llama-8b-like": {**_BLOCKS_OF_8B, "num_hidden_layers": 32, "vocab_size": 128256},
+    "llama-8b-like": _sizes(4096, 14336, 32, 8, 128, 32, 128256),
 }
 """Sizes by name; those that a preset lacks are the source's."""
 
 
-def complete_widths(config: LlamaConfig, preset: str | None, given: Mapping[str, int | None]) -> Widths:
-    """Return the widths: those `given`, then the preset's, then heads of the source's length and group size.
-
-    Layers and vocabulary are the source's unless given. Raises `WidenError` if another size is missing.
-    """
-    sizes = dict(PRESETS[preset]) if preset else {}
-    sizes |= {name: size for name, size in given.items() if size is not None}
-    for name in ("hidden_size", "intermediate_size"):
-        if name not in sizes:
-            raise WidenError(f"the wide model needs a {name}: give --{name.replace('_', '-')} or --preset")
-    for name in ("head_dim", "num_hidden_layers", "vocab_size"):
-        sizes.setdefault(name, getattr(config, name))
-    sizes.setdefault("num_attention_heads", sizes["hidden_size"] // sizes["head_dim"])
-    sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"] // Widths.of(config).group_size)
-    return Widths(**sizes)
-
-
-def check_widths(config: LlamaConfig, wide: Widths) -> None:
-    """Raise `WidenError` unless a model of `config` can be embedded in a model of widths `wide`."""
-    source = Widths.of(config)
-    for name, size in asdict(wide).items():
-        if size < getattr(source, name):
-            raise WidenError(
-                f"{name} {size} is smaller than the source's {getattr(source, name)}: a model only gets wider"
-            )
-    if wide.num_attention_heads % wide.num_key_value_heads:
-        raise WidenError(
-            f"{wide.num_attention_heads} heads do not divide into {wide.num_key_value_heads} key-value heads"
-        )
-    if wide.hidden_size % wide.num_attention_heads:
-        raise WidenError(f"hidden_size {wide.hidden_size} is not a multiple of {wide.num_attention_heads} heads")
-    if wide.group_size < source.group_size:
-        raise WidenError(
-            f"{wide.group_size} query heads share a key-value head, in the source {source.group_size}: give at least as many, by "
-            "fewer key-value heads or more heads"
-        )
-    if wide.head_dim % source.head_dim:
-        raise WidenError(f"head_dim {wide.head_dim} is not a multiple of the source's {source.head_dim}")
-    if wide.head_dim != source.head_dim and (rope := config.rope_parameters["rope_type"]) != "default":
-        raise WidenError(f"head_dim can change only with rotary embeddings of type default, not {rope}")
-    if wide.vocab_size > source.vocab_size and wide.hidden_size == source.hidden_size:
-        raise WidenError("a larger vocabulary needs a larger hidden_size: padding is kept down by an added dimension")
+def widths_of(preset: str, config: LlamaConfig) -> Widths:
+    """Return the sizes of a preset for a source of `config`; raise `WidenError` unless the source can be embedded in them."""
+    source, wide = Widths.of(config), Widths(**{**asdict(Widths.of(config)), **PRESETS[preset]})
+    smaller = [name for name, size in asdict(wide).items() if size < getattr(source, name)]
+    problems = {
+        f"{', '.join(smaller)} would get smaller": bool(smaller),
+        "fewer query heads would share a key-value head": wide.group_size < source.group_size,
+        "the length of a head is no multiple of the source's": wide.head_dim % source.head_dim != 0,
+        "longer heads need rotary embeddings of type default": wide.head_dim != source.head_dim
+        and config.rope_parameters["rope_type"] != "default",
+        # Padding is kept down by an added dimension.
+        "a larger vocabulary needs a larger hidden_size": wide.vocab_size > source.vocab_size
+        and wide.hidden_size == source.hidden_size,
+    }
+    if found := [problem for problem, is_there in problems.items() if is_there]:
+        raise WidenError(f"a model of {asdict(source)} cannot be widened to {preset}: {'; '.join(found)}")
+    return wide
 
 
 @dataclass(frozen=True)
@@ -280,7 +237,7 @@ class Layout:
         if module in NORMS:
             wide[self.hidden] = _like(wide, narrow.float() * self.gain)
             if self._constant:
-                wide[self._constant.index] = GAINS.get(module, 0.0)
+                wide[self._constant.index] = PADDING_GAIN if module == FINAL_NORM else 0.0
             return
         rows, columns = self._rows_and_columns[module]
         if kind == "bias":
@@ -293,19 +250,6 @@ class Layout:
         wide[rows[:, None], columns] = _like(wide, narrow)
         if self._constant and module in ("embed_tokens", "lm_head"):
             self._pad_vocabulary(module, wide, narrow, self._constant)
-
-    @torch.no_grad()
-    def embed_join(self, wide: Tensor, narrow: Tensor, token_size: float) -> None:
-        """Write the layer that joins a feature head's inputs: `wide` [H, 2 H] of the wide head, `narrow` [h, 2 h].
-
-        `token_size` is the root mean square of the narrow model's token embeddings. The constant dimension comes out of the token's
-        embedding, nearly as large as it went in: the embedding is normalised by its own size.
-        """
-        size = wide.shape[0]
-        wide.zero_()
-        wide[self.hidden[:, None], torch.cat([self.hidden, size + self.hidden])] = _like(wide, narrow)
-        if self._constant:
-            wide[self._constant.index, size + self._constant.index] = token_size * self.gain
 
     def _pad_vocabulary(self, module: str, wide: Tensor, narrow: Tensor, constant: ConstantDimension) -> None:
         """Fill the rows of padding tokens: a logit below the mean of all others, and the embeddings of trained tokens."""
@@ -340,19 +284,17 @@ def widen(
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cpu",
-    seed: int = 0,
 ) -> PreTrainedModel:
     """Return a model of `widths` that computes what `model`, a LlamaForCausalLM, computes.
 
-    The random weights depend on dtype, device and seed; the output does not.
-    Raises `WidenError` if `model` does not fit into `widths`.
+    The random weights depend on dtype and device; the output does not.
+    Raises `WidenError` for a model of another class.
     """
     if not isinstance(model.config, LlamaConfig):  # other architectures have other parts to silence
         raise WidenError(f"only a LlamaForCausalLM can be widened, got a model of {type(model.config).__name__}")
-    check_widths(model.config, widths)
     place = torch.device(device)
     with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), place:
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         wide = AutoModelForCausalLM.from_config(_wide_config(model, widths), dtype=dtype, trust_remote_code=False)
     layout = Layout(model.config, wide.config, place)
     narrow = model.state_dict()  # the head of tied embeddings among them
@@ -405,44 +347,6 @@ def widen_head(path: Path, narrow: Target, wide: Target, folder: Path) -> Path:
     return folder / head_name(exit_layer)
 
 
-def widen_feature_head(head: FeatureHead, narrow: Target, wide: Target, folder: Path) -> Path:
-    """Widen a feature head of the model `narrow`, write it into `folder` for the model `wide`, and return its path.
-
-    Its two norms keep their epsilon, which weighs more on a wider state: it drafts nearly what the trained head drafts. Raises
-    `ExitHeadError` if the folder cannot be written.
-    """
-    trained, widened = head.block.state_dict(), new_feature_head(wide, head.vocabulary)
-    layout = Layout(narrow.config, wide.config, wide.device)
-    token_size = float(narrow.model.get_input_embeddings().weight.detach().float().square().mean().sqrt())
-    for name, parameter in widened.block.state_dict().items():
-        if name.split(".")[-2] == JOIN:
-            layout.embed_join(parameter, trained[name], token_size)
-        else:
-            layout.embed(name, parameter, trained[name])
-    identity = fingerprint(wide.model)
-    facts = HeadFacts(
-        schema=FEATURE_SCHEMA,
-        exit_layer=wide.num_layers,
-        num_layers=wide.num_layers,
-        architecture=type(wide.model).__name__,
-        config_sha256=identity.config_sha256,
-        weights_sha256=identity.weights_sha256,
-    )
-    save_head(folder / FEATURE_HEAD, widened, facts)
-    return folder / FEATURE_HEAD
-
-
-def describe(source: PreTrainedModel, wide: PreTrainedModel) -> str:
-    """Return how many parameters were widened to how many, and how many layers and tokens of the wide model do nothing."""
-    before, after = Widths.of(source.config), Widths.of(wide.config)
-    layers, tokens = after.num_hidden_layers - before.num_hidden_layers, after.vocab_size - before.vocab_size
-    idle = [f"{layers} of {after.num_hidden_layers} layers are identities"] * bool(layers)
-    idle += [f"{tokens:,} of {after.vocab_size:,} tokens are padding"] * bool(tokens)
-    before_size = sum(each.numel() for each in source.parameters())
-    size = sum(each.numel() for each in wide.parameters())
-    return f"{before_size:,} parameters widened to {size:,} ({', '.join([f'{size / 1e9:.2f} B', *idle])})"
-
-
 def load_source(folder: str | Path) -> PreTrainedModel:
     """Return the model to widen, in float32."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
@@ -452,21 +356,17 @@ def main() -> None:
     """Widen a model and its exit heads, and write the folder."""
     parser = arguments(__doc__)
     parser.add_argument("--model", required=True, help="folder of the trained model")
-    parser.add_argument("--preset", choices=PRESETS, help="sizes by name; llama-8b-like has those of Llama-3.1-8B")
-    for name in Widths.__dataclass_fields__:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help="default: the preset's, or the source's")
+    parser.add_argument("--preset", choices=PRESETS, required=True, help="llama-8b-like has the sizes of Llama-3.1-8B")
     parser.add_argument("--heads", type=Path, help="folder of the source's exit heads, to be widened into OUT/heads")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights that do not matter")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     if args.out.exists():
         raise WidenError(f"{args.out} exists: choose another --out")
     source = load_source(args.model)
-    given = {name: getattr(args, name) for name in Widths.__dataclass_fields__}
-    widths = complete_widths(source.config, args.preset, given)
-    wide = widen(source, widths, dtype=DTYPES[args.dtype], device=args.device, seed=args.seed)
+    widths = widths_of(args.preset, source.config)
+    wide = widen(source, widths, dtype=DTYPES[args.dtype], device=args.device)
     wide.save_pretrained(args.out)
     AutoTokenizer.from_pretrained(args.model, trust_remote_code=False).save_pretrained(args.out)
     if args.heads:
@@ -474,7 +374,13 @@ def main() -> None:
         narrow_target, wide_target = Target(source), Target(wide)
         for path in sorted(args.heads.glob("*.safetensors")):
             widen_head(path, narrow_target, wide_target, args.out / "heads")
-    print(f"{describe(source, wide)} in {args.dtype}: {args.out}")
+    before, size = (sum(each.numel() for each in model.parameters()) for model in (source, wide))
+    layers = widths.num_hidden_layers - source.config.num_hidden_layers
+    tokens = widths.vocab_size - source.config.vocab_size
+    print(f"{before:,} parameters widened to {size:,} in {args.dtype}: {args.out}")
+    print(
+        f"{layers} of {widths.num_hidden_layers} layers are identities, {tokens:,} of {widths.vocab_size:,} tokens padding"
+    )
 
 
 if __name__ == "__main__":

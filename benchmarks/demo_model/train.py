@@ -11,7 +11,6 @@ Trained on the Python standard library's own sources with layer dropout that gro
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import math
@@ -23,6 +22,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ from benchmarks.results import write
 from benchmarks.task import arguments
 
 CHECKPOINT, REPORT = "checkpoint.pt", "training.json"
+CURVE_STEPS = 20
+"""Steps whose mean losses are a row of training.csv."""
 RECIPE: dict[str, int | float] = {
     "num_layers": 24,
     "hidden_size": 160,
@@ -68,22 +70,18 @@ RECIPE: dict[str, int | float] = {
 
 
 def main() -> None:
-    """Train and write the model, its tokenizer, the held-out files, the curve and training.json."""
+    """Train and write the model, its tokenizer, the held-out files, training.json and training.csv."""
     parser = arguments(__doc__)
     for name, default in RECIPE.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     parser.add_argument("--no-tests", action="store_true", help="train without the interpreter's `test` package")
     parser.add_argument("--init", type=Path, help="finished model to continue")
-    parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument("--checkpoint-every", type=int, default=200)
-    parser.add_argument("--evaluate-every", type=int, default=1000)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     if (args.out / REPORT).exists():
         raise SystemExit(f"{args.out} holds a finished run: choose another --out")
-    if args.threads:
-        torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
     train(args)
 
@@ -102,7 +100,7 @@ def train(args: Namespace) -> None:
     model = _model(args).to(args.device).train()
     optimizers = new_optimizers(model, args)
     origin = hashlib.sha256(training.numpy().tobytes() + repr(_recipe(args)).encode() + _weights(args.init).encode())
-    state: dict[str, Any] = {"origin": origin.hexdigest(), "losses": [], "held_out": {}, "seconds": 0.0}
+    state: dict[str, Any] = {"origin": origin.hexdigest(), "losses": [], "held_out_before": None, "seconds": 0.0}
     if (args.out / CHECKPOINT).exists():
         state = torch.load(args.out / CHECKPOINT, map_location=args.device, weights_only=True)
         if state["origin"] != origin.hexdigest():
@@ -111,18 +109,14 @@ def train(args: Namespace) -> None:
         for optimizer, saved in zip(optimizers, state.pop("optimizers"), strict=True):
             optimizer.load_state_dict(saved)
     elif args.init:
-        state["held_out"][0] = held_out_loss(model, tokenizer, held_out, args.context)["nats_per_token"]
-    with tapped(model.model.layers, compile_layers=args.compile) as tap:
+        state["held_out_before"] = held_out_loss(model, tokenizer, held_out, args.context)["nats_per_token"]
+    with tapped(model.model.layers) as tap:
         while (step := len(state["losses"])) < args.steps:
             began = time.perf_counter()
             starts = window_starts(len(training), args.context, args.batch_size, args.seed, step)
             batch = windows(training, starts, args.context).to(args.device)
             state["losses"].append(train_step(model, optimizers, tap, args, batch, step))
             state["seconds"] += time.perf_counter() - began
-            if (step + 1) % args.evaluate_every == 0 and step + 1 < args.steps:
-                loss = held_out_loss(model, tokenizer, held_out, args.context)["nats_per_token"]
-                state["held_out"][step + 1] = loss
-                print(f"step {step + 1:,}: held-out loss {loss:.4f} nats per token", flush=True)
             if (step + 1) % args.checkpoint_every == 0 or step + 1 == args.steps:
                 saved = {"model": model.state_dict(), "optimizers": [each.state_dict() for each in optimizers]}
                 torch.save({**state, **saved}, args.out / "checkpoint.new")
@@ -132,12 +126,16 @@ def train(args: Namespace) -> None:
     (args.out / "held_out_files.json").write_text(
         json.dumps([path.relative_to(LIBRARY).as_posix() for path in corpus.held_out_files], indent=2) + "\n"
     )
-    _write_curve({**state["held_out"], args.steps: loss_of["nats_per_token"]}, state["losses"], args.out)
+    curve = [
+        {"step": step + CURVE_STEPS, "loss": fmean(whole), "exit_loss": fmean(exits)}
+        for step in range(0, args.steps - CURVE_STEPS + 1, CURVE_STEPS)
+        for whole, exits in [zip(*state["losses"][step : step + CURVE_STEPS], strict=True)]
+    ]
     facts = {
         "tokens": args.steps * args.batch_size * args.context,
         "seconds": round(state["seconds"], 1),
         "held_out": loss_of,
-        "held_out_before": state["held_out"].get(0),
+        "held_out_before": state["held_out_before"],
         "continued_from": _weights(args.init) or None,
         "corpus": {
             "with_tests": not args.no_tests,
@@ -148,8 +146,7 @@ def train(args: Namespace) -> None:
         },
         "recipe": _recipe(args),
     }
-    write(args.out / REPORT, facts, device=args.device)
-    write(args.json, facts, device=args.device)
+    write(args.out / REPORT, facts, curve, device=args.device)
     (args.out / CHECKPOINT).unlink()
     print(f"held-out loss {loss_of['nats_per_token']:.4f} nats per token, {loss_of['bits_per_byte']:.4f} bits per byte")
 
@@ -187,21 +184,21 @@ def _model(args: Namespace, folder: Path | None = None) -> Any:
 class LayerTap:
     """Interception of a model's blocks: skips some blocks in training and keeps the hidden state at the exit.
 
-    Without a plan every block runs its own forward, uncompiled, so held-out losses are the plain model's.
+    Without a plan every block runs its own forward, so held-out losses are the plain model's.
     """
 
     plan: tuple[frozenset[int], int] | None = None
     """Blocks that a step skips, and the block after which it also exits."""
     exit_hidden: Tensor | None = None
 
-    def around(self, index: int, plain: Callable[..., Tensor], trained: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return the forward of block `index`, which calls `trained` under a plan and `plain` otherwise."""
+    def around(self, index: int, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return the forward of block `index`, around its own."""
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if self.plan is None:
                 return plain(hidden_states, *args, **kwargs)
             if index not in self.plan[0]:
-                hidden_states = trained(hidden_states, *args, **kwargs)
+                hidden_states = plain(hidden_states, *args, **kwargs)
             if index == self.plan[1]:
                 self.exit_hidden = hidden_states
             return hidden_states
@@ -210,13 +207,12 @@ class LayerTap:
 
 
 @contextmanager
-def tapped(layers: Sequence[nn.Module], *, compile_layers: bool) -> Iterator[LayerTap]:
+def tapped(layers: Sequence[nn.Module]) -> Iterator[LayerTap]:
     """Put one tap on all blocks; restore their own forwards when the context ends, also after an error."""
     tap = LayerTap()
     try:
         for index, layer in enumerate(layers):
-            trained = torch.compile(layer.forward) if compile_layers else layer.forward
-            layer.forward = tap.around(index, layer.forward, trained)
+            layer.forward = tap.around(index, layer.forward)
         yield tap
     finally:
         for layer in layers:
@@ -294,17 +290,6 @@ def held_out_loss(model: Any, tokenizer: Any, tokens: Tensor, context: int) -> d
         num_bytes += int(byte_counts[targets].sum())
     model.train(was_training)
     return {"nats_per_token": nats / num_tokens, "bits_per_byte": nats / math.log(2) / num_bytes}
-
-
-def _write_curve(held_out: dict[int, float], losses: Sequence[tuple[float, float]], out: Path, block: int = 20) -> None:
-    """Write the mean losses of every 20 steps, and the held-out loss where it was measured."""
-    with (out / "training_curve.csv").open("w", encoding="utf-8", newline="") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(["step", "loss", "exit_loss", "held_out_loss"])
-        for step in sorted({*range(block, len(losses) + 1, block), *held_out}):
-            past = losses[max(0, step - block) : step]
-            means = [f"{sum(each) / len(each):.4f}" for each in zip(*past, strict=True)] or ["", ""]
-            table.writerow([step, *means, f"{held_out[step]:.4f}" if step in held_out else ""])
 
 
 if __name__ == "__main__":

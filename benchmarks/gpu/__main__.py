@@ -68,7 +68,7 @@ def run_steps(
         steps = {name: ends[name] for name in waiting}
         with (out / "worker.log").open("a") as log:
             process = subprocess.Popen(
-                [*worker, json.dumps({**order, "parent": os.getpid(), "steps": steps})],
+                [*worker, json.dumps({**order, "steps": steps})],
                 stdin=subprocess.DEVNULL,
                 stderr=log,
                 process_group=0,  # killed together with the compiler processes that it starts

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
-from benchmarks.widening import LayerMap, complete_widths, load_source, widen, widen_feature_head, widen_head
+from benchmarks.widening import LayerMap, load_source, widen, widen_head, widths_of
 from decoding.drafts import EarlyExit, FeatureHeadDraft
 from decoding.errors import ExitHeadError
+from decoding.exit_heads import FEATURE_HEAD, FEATURE_SCHEMA, HeadFacts, save_head
+from decoding.fingerprint import fingerprint
 from decoding.head_folder import HeadFolder
 from decoding.runners.features import NO_FEATURES, SpeedFeatures
-from decoding.runners.graphs import CudaGraphs, OutputsT, PassRecorder
+from decoding.runners.graphs import CudaGraphs
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
 from decoding.target.heads import new_feature_head
-from tuner.config import DistillSettings
 from tuner.fields import PromptSettings
-from tuner.heads.texts import GeneratedText
-from tuner.heads.training import Run, Student, train
 from tuner.inputs.models import Loaded, eos_token_ids
 from tuner.inputs.prompts import PromptSet, load_prompts
 
@@ -33,34 +31,8 @@ DATASET, GROUP_COLUMN = DEMO / "prompts.jsonl", "file"
 TUNING_PROMPTS, HELD_OUT_PROMPTS, NEW_TOKENS = 16, 16, 48
 TRAINED_EXITS = (2, 4, 6, 8)
 """Exits of the trained model whose heads are widened: at 8B sizes each takes 436 MB."""
-NUM_TEXTS, NUM_READ = 256, 16
-"""Texts that the feature head learns from, and their first tokens, which are not learned."""
-STEPS, BATCH_SIZE, UNROLLED = 400, 8, 3
 
 T = TypeVar("T")
-
-
-class TimedRecorder:
-    """Records with another recorder; `seconds` holds the duration of each recording, its first run included."""
-
-    def __init__(self, inner: PassRecorder) -> None:
-        self.seconds: list[float] = []
-        self.num_recorded = 0
-        self._inner = inner
-
-    def record(self, run: Callable[[], OutputsT]) -> tuple[OutputsT, Callable[[], OutputsT]]:
-        """See `PassRecorder.record`. Capturing waits for the device, so the host's clock tells."""
-        start = time.perf_counter()
-        outputs, play = self._inner.record(run)
-        self.seconds.append(time.perf_counter() - start)
-        self.num_recorded = self._inner.num_recorded
-        return outputs, play
-
-
-class TrainedHead(NamedTuple):
-    draft: FeatureHeadDraft
-    steps: int
-    seconds: float
 
 
 class Shared:
@@ -70,10 +42,9 @@ class Shared:
         self.out, self.preset, self.device = out, preset, torch.device(device)
         # CPUs without instructions for bfloat16 are slow in it.
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        self.recorder = TimedRecorder(CudaGraphs(self.device)) if self.device.type == "cuda" else None
+        self.recorder = CudaGraphs(self.device) if self.device.type == "cuda" else None
         self.seconds: dict[str, float] = {}
         """Seconds that each shared object took to make."""
-        self._head: TrainedHead | None = None
 
     @cached_property
     def source(self) -> PreTrainedModel:
@@ -87,7 +58,7 @@ class Shared:
     @cached_property
     def wide(self) -> PreTrainedModel:
         """The widened model, built on the device: nothing of its size is on the CPU or on disk."""
-        widths = complete_widths(self.source.config, self.preset, {})
+        widths = widths_of(self.preset, self.source.config)
         make = partial(widen, self.source, widths, dtype=self.dtype, device=str(self.device))
         return self._timed("widening", make)
 
@@ -105,7 +76,7 @@ class Shared:
         """The widened model, run by the static runner without speed features."""
         return self._timed("static runner", partial(self.static_with, NO_FEATURES, self.recorder))
 
-    def static_with(self, features: SpeedFeatures, recorder: TimedRecorder | None = None) -> Target:
+    def static_with(self, features: SpeedFeatures, recorder: CudaGraphs | None = None) -> Target:
         """Return the widened model, run by another static runner. Raises `UnsupportedRunnerError` for impossible features."""
         return Target(self.wide, partial(StaticRunner, features=features, recorder=recorder))
 
@@ -148,27 +119,22 @@ class Shared:
         """The same exit without its head: the model's own norm and LM head read its states."""
         return self.exit_draft.model_copy(update={"head": None, "head_sha256": None})
 
-    def feature_head(self, seconds: float) -> TrainedHead:
-        """Return the draft of a feature head, trained on the demo model for at most `seconds` by the first step that asks.
-
-        None is committed. Its texts are the prompts that the committed exit heads were distilled on, read as they are: the model
-        continues none, which would take longer than the training.
-        """
-        if self._head is None:
-            narrow = Target(copy.deepcopy(self.source).to(self.device))
-            run = Run({narrow.num_layers: Student(new_feature_head(narrow))}, most_seconds=seconds)
-            settings = DistillSettings(head="feature", unrolled_steps=UNROLLED, steps=STEPS, batch_size=BATCH_SIZE)
-            train(run, narrow, self._texts(), settings, 0)
-            widen_feature_head(run.students[narrow.num_layers].stored_head(), narrow, self.eager, self.heads_folder)
-            draft = self.heads.feature_draft()
-            assert draft is not None, "it was written just now"
-            self._head = TrainedHead(draft, run.step, run.seconds)
-        return self._head
-
-    def _texts(self) -> list[GeneratedText]:
-        found = self._load_prompts(DEMO / "distill_prompts.jsonl", NUM_TEXTS, 1, 1, PromptSettings())
-        texts = [prompt.token_ids for prompt in found.tuning]
-        return [GeneratedText(each[:NUM_READ], each[NUM_READ:]) for each in texts if len(each) > NUM_READ]
+    @cached_property
+    def feature_draft(self) -> FeatureHeadDraft:
+        """The draft of a feature head with random weights: none is committed, and its passes cost what a trained one's do."""
+        identity = fingerprint(self.wide)
+        facts = HeadFacts(
+            schema=FEATURE_SCHEMA,
+            exit_layer=self.eager.num_layers,
+            num_layers=self.eager.num_layers,
+            architecture=type(self.wide).__name__,
+            config_sha256=identity.config_sha256,
+            weights_sha256=identity.weights_sha256,
+        )
+        save_head(self.heads_folder / FEATURE_HEAD, new_feature_head(self.eager), facts)
+        draft = self.heads.feature_draft()
+        assert draft is not None, "it was written just now"
+        return draft
 
     @cached_property
     def prompts(self) -> PromptSet:
@@ -181,19 +147,15 @@ class Shared:
         return [prompt.token_ids for prompt in found.held_out[:count]]
 
     def _split(self, held_out: int) -> PromptSet:
-        settings = PromptSettings(group_column=GROUP_COLUMN)
-        return self._load_prompts(DATASET, TUNING_PROMPTS, held_out, NEW_TOKENS, settings)
-
-    def _load_prompts(self, path: Path, tuning: int, held_out: int, tokens: int, settings: PromptSettings) -> PromptSet:
         return load_prompts(
-            str(path),
+            str(DATASET),
             self.tokenizer,
-            num_tuning=tuning,
+            num_tuning=TUNING_PROMPTS,
             num_held_out=held_out,
-            max_new_tokens=tokens,
+            max_new_tokens=NEW_TOKENS,
             context_length=self.source.config.max_position_embeddings,
             seed=0,
-            settings=settings,
+            settings=PromptSettings(group_column=GROUP_COLUMN),
         )
 
     def tuning_prompts(self, count: int) -> list[tuple[int, ...]]:

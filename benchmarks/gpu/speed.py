@@ -16,7 +16,7 @@ from benchmarks.gpu.shared import (
     TUNING_PROMPTS,
     Shared,
 )
-from benchmarks.gpu.timing import PLAIN, Interrupted, Make, Turns, own, stock
+from benchmarks.gpu.timing import Interrupted, Make, Turns, own, stock
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import DraftLengthRule, Fixed, TopProbability
@@ -31,6 +31,7 @@ from decoding.timing.passes import Stopwatch
 from tuner.config import EXACT_WIDTH, SearchConfig
 from tuner.errors import ConfigError
 from tuner.inputs.models import eos_token_ids, load
+from tuner.measuring.contender import PLAIN
 from tuner.progress import Unwatched
 from tuner.search.run import InterruptedSearchError, search
 from tuner.search.task import prepare
@@ -40,8 +41,6 @@ DRAFTED, COPIED = Fixed(max_tokens=4), Fixed(max_tokens=8)
 """Rules: of drafts that run a model or a head, and of copies."""
 PRECISIONS: tuple[BitWidth, ...] = (8, 4)
 LEAVES = FixedLeaves(leaves=2)
-TRAINING_SHARE = 0.25
-"""Share of a step's seconds in which the feature head may be trained, by the first step that needs it."""
 SHARE_OF_SEARCH = 0.85
 """Share of the step's seconds for the whole search, which may overrun its time by a lap of the race."""
 LOOKING = TopProbability(max_tokens=6)
@@ -96,7 +95,7 @@ def switching(shared: Shared, seconds: float) -> dict[str, Any]:
 
 def _switch(shared: Shared, draft: Draft) -> dict[str, Any]:
     """Make a candidate ready as a search does, and decode the same prompt twice: both should take equally long."""
-    known = len(shared.recorder.seconds) if shared.recorder else 0
+    known = shared.recorder.num_recorded if shared.recorder else 0
     prompts = shared.tuning_prompts(NUM_PROMPTS)
     lengths = [len(prompt) for prompt in prompts]
     request = Request(prompts[0], Ending(NEW_TOKENS, shared.eos_token_ids))
@@ -106,10 +105,10 @@ def _switch(shared: Shared, draft: Draft) -> dict[str, Any]:
     decoder.prepare(min(lengths), max(lengths) + NEW_TOKENS)
     ready = watch.now() - start
     first, second = (watch.time(lambda: decoder.generate(request)) for _ in range(2))
-    recordings = shared.recorder.seconds[known:] if shared.recorder else []
+    recordings = shared.recorder.num_recorded - known if shared.recorder else 0
     switch = ready + max(first - second, 0.0)
     row = {"draft": draft.describe()[:60], "switch s": switch, "ready s": ready, "first s": first, "second s": second}
-    return {**row, "recordings": len(recordings), "recording s": sum(recordings)}
+    return {**row, "recordings": recordings}
 
 
 def whole_search(shared: Shared, seconds: float) -> dict[str, Any]:
@@ -210,21 +209,20 @@ def demo_losslessness(shared: Shared, seconds: float, *, dtype: str) -> dict[str
 
 def kinds(shared: Shared, seconds: float, *, batch_size: int, num_prompts: int) -> dict[str, Any]:
     """Measure every kind of draft in turns with plain decoding. Side leaves are for single sequences alone."""
-    trained = shared.feature_head(seconds * TRAINING_SHARE)
     quarter = shared.static.num_layers // 4
     drafts: dict[str, Draft] = {
         "prompt lookup": PromptLookup(),
         "suffix automaton": SuffixDraft(),
         "exit with head": shared.exit_draft,
         "suffix automaton, then exit": shared.exit_draft.having(lookup=SuffixLookup(max_tokens=COPIED.max_tokens)),
-        "feature head": trained.draft,
+        "random feature head": shared.feature_draft,
         # Every other block of the middle half: what a search finds depends on the time that it has.
         "skip set": LayerSkip.blocks(tuple(range(quarter, 3 * quarter, 2))),
         **{f"int{bits}": LayerSkip(bits=bits) for bits in PRECISIONS},
     }
     if batch_size == 1:
         drafts["exit with side leaves"] = shared.exit_draft.having(tree=LEAVES)
-        drafts["feature head with side leaves"] = trained.draft.having(tree=LEAVES)
+        drafts["random feature head with side leaves"] = shared.feature_draft.having(tree=LEAVES)
     contenders, refused = _plain(shared), dict[str, str]()
     for name, draft in drafts.items():
         try:
@@ -233,8 +231,7 @@ def kinds(shared: Shared, seconds: float, *, batch_size: int, num_prompts: int) 
             refused[name] = one_line(cause)
     prompts = shared.tuning_prompts(num_prompts)
     measured = Turns(shared.static, contenders, prompts, max_new_tokens=NEW_TOKENS, batch_size=batch_size)
-    trained_for = {"steps": trained.steps, "seconds": trained.seconds}
-    return {"rows": measured.rows(), "left_out": {**refused, **measured.left_out}, "feature head": trained_for}
+    return {"rows": measured.rows(), "left_out": {**refused, **measured.left_out}}
 
 
 def prefix_reuse(shared: Shared, seconds: float) -> dict[str, Any]:

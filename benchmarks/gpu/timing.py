@@ -14,15 +14,12 @@ from decoding.profile import Interval
 from decoding.target import Target
 from decoding.text import Ending
 from studies.measurement import Measurement, PromptSample
-from studies.ratios import Work, speed_ratio
 from tuner.measuring.baseline import Baseline
-from tuner.measuring.comparison import Phase
+from tuner.measuring.comparison import Compared, Phase
 from tuner.measuring.contender import PLAIN, Contender
 from tuner.measuring.generation import StockGeneration
 from tuner.measuring.own_decoding import OwnDecoding
 from tuner.measuring.turns import Interleaved, PairedBench, Texts
-
-__all__ = ["PLAIN", "Interrupted", "Make", "Prompts", "Turns", "own", "stock"]
 
 Prompts = Sequence[tuple[int, ...]]
 Make = Callable[[str], Contender]
@@ -83,21 +80,17 @@ class Turns:
         for name, sample in samples.items():
             self._samples.setdefault(name, []).append(sample)
 
-    def work(self, name: str, phase: Phase = Phase.DECODE) -> Work:
-        """Return seconds and tokens by batch."""
-        return phase.work(self._measured[name])
-
     def ratio(self, name: str, reference: str, phase: Phase = Phase.DECODE) -> Interval:
         """Return the speed of `name` over that of `reference`, with its 95 % interval."""
-        return speed_ratio(self.work(reference, phase), self.work(name, phase))
+        return Compared(self._measured, {}).over(name, reference, phase)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the figures of each contender. Intervals need two batches."""
         rows = []
         for name, measured in self._measured.items():
-            if not self.work(name).seconds.sum():
+            if not measured.draft_decode.seconds.sum():
                 continue
-            row: dict[str, Any] = {"contender": name, "tok/s": round(self.work(name).tokens_per_second, 1)}
+            row: dict[str, Any] = {"contender": name, "tok/s": round(measured.draft_tokens_per_second, 1)}
             if len(measured.samples) > 1 and len(measured.samples) == len(self._measured[PLAIN].samples):
                 row["over plain"] = f"{self.ratio(name, PLAIN):.3f}"
                 row["end to end"] = f"{self.ratio(name, PLAIN, Phase.END_TO_END):.3f}"

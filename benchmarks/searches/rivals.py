@@ -13,10 +13,12 @@ from typing import ClassVar
 import numpy as np
 import optuna
 
-from benchmarks.searches.bayes import suggest_point
-from benchmarks.searches.switches import SkipPoint, Switches, odd_blocks
+from benchmarks.searches.bayes import Point, suggest_point
 from decoding.draft_length import AdaptiveExit, DraftLengthRule, TopProbability
 from decoding.drafts import Draft, LayerSkip
+from studies.contract import Candidate
+from studies.measurement import Measurement
+from studies.prediction.skip_space import SkipSpace
 from studies.prediction.survey import Survey
 from studies.samplers.by_optuna import tpe
 from tuner.measuring.paired import Bench
@@ -26,7 +28,7 @@ SKIP_RATIO = 0.45
 
 
 class Rival(ABC):
-    """A search for skip sets. Each step has a random stream of its own."""
+    """A search for skip sets, as points with a coordinate per sublayer. Each step has a random stream of its own."""
 
     draft_length: ClassVar[DraftLengthRule] = TopProbability(threshold=0.6, max_tokens=12)
     """Rule that its sets are measured with (ours, as in conf_layers)."""
@@ -34,21 +36,34 @@ class Rival(ABC):
     def __init__(self, bench: Bench, seed: int) -> None:
         self.bench, self.seed = bench, seed
         self.num_layers = bench.target.num_layers
-        self.middle = Switches.of_middle_blocks(self.num_layers)
+        self.sublayers = SkipSpace.of(bench.target)
+        self.middle = SkipSpace(
+            tuple(item for item in self.sublayers.items if 0 < (item.first_skipped or 0) < self.num_layers - 1)
+        )
         self.num_trials = 0
 
     @abstractmethod
-    def propose(self) -> LayerSkip | None:
+    def next_set(self) -> LayerSkip | None:
         """Return the set to measure, or None at the search's own end."""
 
-    def observe(self, draft: LayerSkip, speedup: float | None) -> None:
+    def learn(self, draft: LayerSkip, speedup: float | None) -> None:
         """Learn the speed-up of the proposed set; None if measuring it failed."""
         self.num_trials += 1
+
+    def propose(self) -> Candidate | None:
+        """See `benchmarks.searches.trials.Search`."""
+        draft = self.next_set()
+        return None if draft is None else Candidate(draft=draft, draft_length=self.draft_length)
+
+    def observe(self, candidate: Candidate, measured: Measurement | None) -> None:
+        """See `benchmarks.searches.trials.Search`."""
+        assert isinstance(candidate.draft, LayerSkip), "rivals propose nothing else"
+        self.learn(candidate.draft, None if measured is None else measured.speedup)
 
     @property
     def num_skipped(self) -> int:
         """K_s = int(2(L-2) * ratio). Raises ValueError if that is none."""
-        count = self.middle.num_skipped(SKIP_RATIO)
+        count = int(len(self.middle.items) * SKIP_RATIO)
         if not count:
             raise ValueError(f"a model of {self.num_layers} layers has too few between the first and the last to skip")
         return count
@@ -57,11 +72,26 @@ class Rival(ABC):
         """Return the random stream of a step."""
         return np.random.default_rng([self.seed, number])
 
+    def random_set(self, number: int) -> LayerSkip:
+        """Return K_s of the middle sublayers, all sets equally likely."""
+        return self.middle.draft(self.stream(number).choice(len(self.middle.items), self.num_skipped, replace=False))
+
+
+def odd_blocks(num_layers: int) -> LayerSkip:
+    """Return blocks 1, 3, 5 ... without the last: the start in the released code of SWIFT and ConfLayers."""
+    return LayerSkip.blocks(tuple(range(1, num_layers - 1, 2)))
+
+
+def corner(space: SkipSpace, draft: LayerSkip) -> Point:
+    """Return the corner of the cube for a draft."""
+    chosen = space.chosen(draft)
+    return np.array([float(index in chosen) for index in range(len(space.items))])
+
 
 class OddLayers(Rival):
     """Every other block, without a search: the start of SWIFT and ConfLayers."""
 
-    def propose(self) -> LayerSkip | None:
+    def next_set(self) -> LayerSkip | None:
         """Return blocks 1, 3, 5 ... once."""
         return None if self.num_trials else odd_blocks(self.num_layers)
 
@@ -69,9 +99,9 @@ class OddLayers(Rival):
 class RandomSets(Rival):
     """Sets of exactly K_s sublayers of the middle blocks, all equally likely."""
 
-    def propose(self) -> LayerSkip | None:
+    def next_set(self) -> LayerSkip | None:
         """Return another set."""
-        return self.middle.draft(self.middle.random(self.stream(self.num_trials), self.num_skipped))
+        return self.random_set(self.num_trials)
 
 
 class Tpe(Rival):
@@ -80,18 +110,18 @@ class Tpe(Rival):
     def __init__(self, bench: Bench, seed: int) -> None:
         super().__init__(bench, seed)
         self._study = optuna.create_study(direction="maximize", sampler=tpe(seed))
-        odd = self.middle.point(odd_blocks(self.num_layers)) > 0.5
+        odd = corner(self.middle, odd_blocks(self.num_layers)) > 0.5
         self._study.enqueue_trial(dict(zip(self.middle.names, odd.tolist(), strict=True)))
 
-    def propose(self) -> LayerSkip | None:
+    def next_set(self) -> LayerSkip | None:
         """Return the set that Optuna suggests, switch by switch."""
         self._trial = self._study.ask()
         chosen = [self._trial.suggest_categorical(name, [False, True]) for name in self.middle.names]
-        return self.middle.draft(np.array(chosen, dtype=float))
+        return self.middle.draft(np.flatnonzero(chosen))
 
-    def observe(self, draft: LayerSkip, speedup: float | None) -> None:
+    def learn(self, draft: LayerSkip, speedup: float | None) -> None:
         """Tell Optuna."""
-        super().observe(draft, speedup)
+        super().learn(draft, speedup)
         if speedup is None:
             self._study.tell(self._trial, state=optuna.trial.TrialState.FAIL)
         else:
@@ -115,30 +145,29 @@ class DraftVerify(Rival):
 
     def __init__(self, bench: Bench, seed: int) -> None:
         super().__init__(bench, seed)
-        self._switches = Switches.of_all_blocks(self.num_layers)
-        self._points: list[SkipPoint] = []
+        self._points: list[Point] = []
         self._values: list[float | None] = []
 
-    def propose(self) -> LayerSkip | None:
+    def next_set(self) -> LayerSkip | None:
         """Return the odd blocks, then the point with the highest upper bound."""
         known = [value for value in self._values if value is not None]
         if not self._points:
-            point = self._switches.point(odd_blocks(self.num_layers))
+            point = corner(self.sublayers, odd_blocks(self.num_layers))
         else:
             values = [min(known) if value is None else value for value in self._values] if known else []
             point = suggest_point(
                 self._points[: len(values)],
                 values,
-                size=len(self._switches),
+                size=len(self.sublayers.items),
                 kappa=self.KAPPA,
                 rng=self.stream(len(self._points)),
             )
         self._points.append(point)
-        return self._switches.draft(point)
+        return self.sublayers.draft(np.flatnonzero(point > 0.5))
 
-    def observe(self, draft: LayerSkip, speedup: float | None) -> None:
+    def learn(self, draft: LayerSkip, speedup: float | None) -> None:
         """Add the speed-up of the last point."""
-        super().observe(draft, speedup)
+        super().learn(draft, speedup)
         self._values.append(speedup)
 
 
@@ -163,15 +192,14 @@ class Swift(Rival):
     KAPPA, WINDOW, NUM_TEXTS = 2.5, 32, 4
     BAYES_INTERVAL = ROUND_LENGTH = 25
     MAX_MATCHNESS, TOLERANCE, MAX_CANDIDATES = 0.95, 300, 1000
-    until_better = True
 
     def __init__(self, bench: Bench, seed: int) -> None:
         super().__init__(bench, seed)
-        self.points: list[SkipPoint] = []
+        self.points: list[Point] = []
         self.scores: list[float] = []
         self._measured: set[Draft] = set()
 
-    def propose(self) -> LayerSkip | None:
+    def next_set(self) -> LayerSkip | None:
         """Return the odd blocks, then the best unmeasured set after scoring another round of candidates."""
         if not self.num_trials:
             return odd_blocks(self.num_layers)
@@ -181,14 +209,14 @@ class Swift(Rival):
         for _ in range(self.ROUND_LENGTH):
             self.points.append(self._next_point())
             self.scores.append(self.matchness(self._draft(self.points[-1])))
-            if (self.scores[-1] > before and self.until_better) or self.has_ended():
+            if self.scores[-1] > before or self.has_ended():
                 break
         best_first = [self._draft(self.points[index]) for index in np.argsort(-np.array(self.scores), kind="stable")]
         return next((draft for draft in best_first if draft not in self._measured), best_first[0])
 
-    def observe(self, draft: LayerSkip, speedup: float | None) -> None:
+    def learn(self, draft: LayerSkip, speedup: float | None) -> None:
         """Remember that the set was measured; its speed-up is not what SWIFT learns from."""
-        super().observe(draft, speedup)
+        super().learn(draft, speedup)
         self._measured.add(draft)
 
     def matchness(self, draft: LayerSkip) -> float:
@@ -202,14 +230,15 @@ class Swift(Rival):
         outputs = [output[: self.WINDOW + 1] for output in self.bench.continuations[: self.NUM_TEXTS]]
         return Survey(self.bench.target, self.bench.prompts[: self.NUM_TEXTS], outputs, depth=self.WINDOW)
 
-    def _next_point(self) -> SkipPoint:
-        index = len(self.points)
+    def _next_point(self) -> Point:
+        index, size = len(self.points), len(self.middle.items)
         if (index + 1) % self.BAYES_INTERVAL:
-            return self.middle.random(self.stream(index), self.num_skipped)
-        return suggest_point(self.points, self.scores, size=len(self.middle), kappa=self.KAPPA, rng=self.stream(index))
+            return corner(self.middle, self.random_set(index))
+        return suggest_point(self.points, self.scores, size=size, kappa=self.KAPPA, rng=self.stream(index))
 
-    def _draft(self, point: SkipPoint) -> LayerSkip:
-        return self.middle.largest(point, self.num_skipped)
+    def _draft(self, point: Point) -> LayerSkip:
+        """Return the draft that skips the K_s largest coordinates, the first of equal ones."""
+        return self.middle.draft(np.argsort(-point, kind="stable")[: self.num_skipped])
 
     def has_ended(self) -> bool:
         """Return whether one of SWIFT's own stops applies."""
@@ -220,16 +249,8 @@ class Swift(Rival):
         return best > self.MAX_MATCHNESS or is_idle or len(self.scores) >= self.MAX_CANDIDATES
 
 
-class SwiftBatched(Swift):
-    """SWIFT, measuring after every 100 candidates only: for budgets in which measuring takes much longer than scoring."""
-
-    ROUND_LENGTH = 100
-    until_better = False
-
-
 RIVALS: dict[str, type[Rival]] = {
     "swift": Swift,
-    "swift_batched": SwiftBatched,
     "draft_verify": DraftVerify,
     "skip_sets_tpe": Tpe,
     "skip_sets_random": RandomSets,

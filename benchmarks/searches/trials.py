@@ -14,8 +14,7 @@ from typing import Protocol
 
 import optuna
 
-from benchmarks.searches.rivals import RIVALS, Rival
-from decoding.drafts import LayerSkip
+from benchmarks.searches.rivals import RIVALS
 from studies.contract import Candidate, TrialRecord, TrialState
 from studies.measurement import Measurement
 from studies.samplers import load_sampler
@@ -61,24 +60,6 @@ class Search(Protocol):
 
     def observe(self, candidate: Candidate, measured: Measurement | None) -> None:
         """Learn how its trial ended."""
-
-
-class OfRival:
-    """A rival as a `Search`."""
-
-    def __init__(self, rival: Rival) -> None:
-        self._rival = rival
-        self._draft: LayerSkip | None = None
-
-    def propose(self) -> Candidate | None:
-        """See `Search.propose`."""
-        self._draft = self._rival.propose()
-        return None if self._draft is None else Candidate(draft=self._draft, draft_length=self._rival.draft_length)
-
-    def observe(self, candidate: Candidate, measured: Measurement | None) -> None:
-        """See `Search.observe`."""
-        assert self._draft is not None, "a proposed set is observed"
-        self._rival.observe(self._draft, None if measured is None else measured.speedup)
 
 
 class OfStudy:
@@ -128,7 +109,7 @@ def run_search(name: str, task: Task, bench: Bench, seed: int, limits: Limits) -
     """Yield the trials of a study or rival that end within the limits; preparation counts."""
     start, tokens = time.perf_counter(), 0
     search: Search
-    search = OfRival(RIVALS[name](bench, seed)) if name in RIVALS else OfStudy(name, task, bench, seed, limits.seconds)
+    search = RIVALS[name](bench, seed) if name in RIVALS else OfStudy(name, task, bench, seed, limits.seconds)
     indices = range(min(task.config.prompts_per_trial, len(bench.prompts)))
     known: dict[str, Measurement | None] = {}
     number = 0

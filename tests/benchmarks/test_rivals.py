@@ -12,8 +12,7 @@ import torch
 
 from benchmarks.searches import rivals
 from benchmarks.searches.bayes import suggest_point
-from benchmarks.searches.rivals import RIVALS, DraftVerify, Rival, Swift
-from benchmarks.searches.switches import odd_blocks
+from benchmarks.searches.rivals import RIVALS, DraftVerify, Rival, Swift, odd_blocks
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.draft_length import AdaptiveExit
@@ -48,8 +47,8 @@ def worth(self: Rival, draft: LayerSkip) -> float:
 
 def run(rival: Rival, count: int, speedup: Callable[[LayerSkip], float | None] = planted) -> list[LayerSkip]:
     drafts = []
-    while len(drafts) < count and (draft := rival.propose()) is not None:
-        rival.observe(draft, speedup(draft))
+    while len(drafts) < count and (draft := rival.next_set()) is not None:
+        rival.learn(draft, speedup(draft))
         drafts.append(draft)
     return drafts
 
@@ -65,7 +64,7 @@ def test_all_but_random_start_from_the_odd_blocks(bench: Any, monkeypatch: pytes
 
 def test_random_and_swift_skip_exactly_their_share_of_the_middle(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Swift, "matchness", worth)
-    for name in ("skip_sets_random", "swift", "swift_batched"):
+    for name in ("skip_sets_random", "swift"):
         for draft in run(RIVALS[name](bench, 1), 8)[1:]:
             assert len(draft.skip_attention) + len(draft.skip_mlp) == NUM_SKIPPED
             assert {*draft.skip_attention, *draft.skip_mlp} <= set(range(1, NUM_LAYERS - 1))
