@@ -173,8 +173,8 @@ def check_nulls(
     stream = np.random.default_rng(config.seed)
     runs = []
     for _ in range(num_runs):
-        drawn = [NullBench(bench, bank, family, stream) for bench, bank in zip(benches, banks, strict=True)]
-        runs.append(search_among(family, *drawn, config))
+        tuning, held_out = (NullBench(bench, bank, family, stream) for bench, bank in zip(benches, banks, strict=True))
+        runs.append(search_among(family, tuning, held_out, config))
     num_claims = sum(run["claims"] for run in runs)
     low, high = stats.binomtest(num_claims, num_runs).proportion_ci(confidence_level=0.95)
     row = {"candidates": name, "truth": family.truth, "number": len(family.candidates)}

@@ -52,13 +52,13 @@ class Rival(ABC):
 
     def propose(self) -> Candidate | None:
         """See `benchmarks.searches.trials.Search`."""
-        draft = self.next_set()
-        return None if draft is None else Candidate(draft=draft, draft_length=self.draft_length)
+        self._proposed = self.next_set()
+        return None if self._proposed is None else Candidate(draft=self._proposed, draft_length=self.draft_length)
 
     def observe(self, candidate: Candidate, measured: Measurement | None) -> None:
         """See `benchmarks.searches.trials.Search`."""
-        assert isinstance(candidate.draft, LayerSkip), "rivals propose nothing else"
-        self.learn(candidate.draft, None if measured is None else measured.speedup)
+        assert self._proposed is not None, "a proposed set is observed"
+        self.learn(self._proposed, None if measured is None else measured.speedup)
 
     @property
     def num_skipped(self) -> int:
