@@ -27,8 +27,7 @@ from studies.rule_space import suggest_rule
 from studies.samplers import SAMPLERS, load_sampler
 from tests.support.tiny import tiny_llama
 from tests.support.trying import Trying
-from tuner.export.engines.data_file import data_engines
-from tuner.export.engines.registry import load_engine
+from tuner.export.engines.registry import data_engines, load_engine
 from tuner.export.plan import FixedLength, Plan
 from tuner.export.shape import DraftShape
 
@@ -112,7 +111,7 @@ def test_export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = re.search(r'^```yaml title="configs/engines/candle.yaml"\n(.*?)^```$', PAGE.read_text(), re.M | re.S)
     assert found is not None
     (tmp_path / "candle.yaml").write_text(found[1], encoding="utf-8")
-    monkeypatch.setattr("tuner.export.engines.data_file.resources.files", lambda package: tmp_path)
+    monkeypatch.setattr("tuner.export.engines.registry.resources.files", lambda package: tmp_path)
     assert data_engines() == ["candle"]
     files = load_engine("candle").files(
         Plan(

@@ -1,1 +1,1 @@
-"""Engines that take a draft by a few files of settings, a YAML each; read by `tuner.export.engines.data_file`."""
+"""Engines that take a draft by a few files of settings, a YAML each; read by `tuner.export.engines.registry`."""

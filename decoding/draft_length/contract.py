@@ -163,11 +163,6 @@ class DraftLengthRule(Document):
         """True if every round drafts `max_tokens`."""
         return False
 
-    @property
-    def known_round_costs(self) -> RoundCosts | None:
-        """Costs of a round that the rule carries, or None."""
-        return None
-
     @abstractmethod
     def controller(self) -> Controller:
         """Return a fresh controller for one sequence (or, if `persistent`, for consecutive sequences)."""
@@ -234,10 +229,6 @@ class CostAwareRule(DraftLengthRule):
 
     def with_costs(self, costs: RoundCosts) -> Self:
         return self.model_copy(update={"costs": costs})
-
-    @property
-    def known_round_costs(self) -> RoundCosts | None:
-        return self.costs
 
     def known_costs(self) -> RoundCosts:
         if self.costs is None:

@@ -17,10 +17,9 @@ from decoding.profile import DraftProfile
 from decoding.target import ExitHead, Target
 from tuner.errors import ExportError
 from tuner.export.bench_prompts import FILE, BenchPrompts, bench_prompts
-from tuner.export.checkpoint import copy_tokenizer, write_checkpoint
+from tuner.export.checkpoint import check_draft, copy_tokenizer, write_checkpoint
 from tuner.export.engines.registry import load_engine
 from tuner.export.folder import check_out, new_folder, write_model_folder
-from tuner.export.gate import check_draft
 from tuner.export.losses import LOSSES, MEBIBYTE, DraftCost, losses_text
 from tuner.export.plan import DRAFT_FOLDER, Plan, plan_for
 from tuner.export.schedule import read_schedule

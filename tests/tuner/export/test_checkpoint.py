@@ -16,8 +16,7 @@ from tests.support.families import SUPPORTED, build, some_tokens, target_of
 from tests.support.heads import untrained_head
 from tests.support.tiny import tiny_target
 from tuner.errors import ExportError
-from tuner.export.checkpoint import write_checkpoint
-from tuner.export.gate import check_draft
+from tuner.export.checkpoint import check_draft, write_checkpoint
 from tuner.export.shape import DraftShape, moved_settings
 
 PER_LAYER_EMBEDDINGS = ("gemma3n", "gemma4")

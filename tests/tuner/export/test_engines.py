@@ -99,7 +99,7 @@ def test_engines_by_data_file() -> None:
 
 def test_a_data_file_with_a_wrong_key_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "candle.yaml").write_text("title: Candle\nversion: '1'\ndraft_modell: {files: {}}\n", encoding="utf-8")
-    monkeypatch.setattr("tuner.export.engines.data_file.resources.files", lambda package: tmp_path)
+    monkeypatch.setattr("tuner.export.engines.registry.resources.files", lambda package: tmp_path)
     with pytest.raises(ExportError, match=r"engine candle.*draft_model"):
         load_engine("candle")
 
@@ -161,7 +161,7 @@ def test_what_is_lost_is_named(name: str) -> None:
     assert "| verification | resumes after 3 blocks | lost |" in text
     assert "adds 3.0 MiB" in text
     assert "0.50 KiB" in text
-    assert "cannot be predicted" in text
+    assert f"It does not transfer: measure it in {engine.title}." in text
 
 
 def test_a_draft_that_the_engine_quantises_is_a_changed_one() -> None:
