@@ -103,8 +103,3 @@ def test_serving(run: Run) -> None:
 def test_killed(run: Run) -> None:
     found = run("killed", "alone", "two on SQLite", "--trials", "12", "--kills", "1")
     assert found["failures"] == []
-
-
-def test_watchers(run: Run) -> None:
-    found = run("watchers", "--watchers", "20")
-    assert (found["failures"], found["watchers"]["200"]) == ([], 20)

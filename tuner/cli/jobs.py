@@ -155,13 +155,11 @@ def _watch(client: ServiceClient, job: str) -> None:
     """Show a search until it is over. Raises `ServiceError` if it has no result."""
     from tuner.service.contract import JobState, ServiceError
 
-    now, shown = None, ""
+    shown = ""
     for now in client.watch(job):
         if (line := _line(now)) != shown:
             click.echo(line)
         shown = line
-    if now is None or not now.state.is_over:
-        raise ServiceError(f"the service ended before the search {job}: watch it again")
     if now.state is not JobState.FINISHED:
         raise ServiceError(f"the search {job} is {now.state}{f': {now.error}' if now.error else ''}")
 

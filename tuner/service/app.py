@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 from base64 import b64decode
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import anyio.to_thread
 import sqlalchemy as sa
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi import Path as InPath
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.types import Receive, Scope, Send
 
 from tuner.service.admission import JOBS, Allowed, admitted, identity, submitted
 from tuner.service.contract import (
@@ -38,12 +35,6 @@ from tuner.service.jobs import Jobs
 from tuner.service.page import METRICS_TYPE, job_page, jobs_page, metrics_text
 
 MAX_BODY_BYTES = 2**20
-MAX_STREAMS = 64
-"""Most clients that watch at a time."""
-WATCH_SECONDS = 1.0
-"""Seconds between two looks at a watched job."""
-QUIET_LOOKS = 15
-"""Looks without a change after which a comment shows that the connection lives."""
 PROBLEM = "application/problem+json"
 
 JobId = Annotated[str, InPath(pattern=JOB_ID, description="Id of a search.")]
@@ -141,8 +132,6 @@ def _add_searches(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
 
 
 def _add_results(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
-    watchers = asyncio.Semaphore(MAX_STREAMS)
-
     def result_of(job: str) -> JobResult:
         found = jobs.result(job)
         if found is None:
@@ -172,51 +161,6 @@ def _add_results(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
         if path is None or not path.is_file():
             raise UnknownJobError(f"the search {job} has no file {number}")
         return FileResponse(path)
-
-    @app.get("/v1/searches/{job}/events", responses=UNKNOWN, response_class=StreamingResponse)
-    async def events(job: JobId) -> Response:
-        """Stream the search as server-sent events: its JSON at each change, until it is over."""
-        await anyio.to_thread.run_sync(jobs.find, job)
-        if watchers.locked():
-            raise UnavailableError(f"{MAX_STREAMS} clients watch already")
-        await watchers.acquire()
-        return WatchResponse(_watched(jobs, job), watchers)
-
-
-async def _watched(jobs: Jobs, job: str) -> AsyncIterator[str]:
-    last, quiet = None, 0
-    while True:
-        try:
-            now = await anyio.to_thread.run_sync(jobs.find, job)
-        except sa.exc.SQLAlchemyError:
-            yield ": the database does not answer\n\n"
-            await asyncio.sleep(WATCH_SECONDS)
-            continue
-        quiet = 0 if now != last else quiet + 1
-        if now != last:
-            yield f"event: {'end' if now.state.is_over else 'search'}\ndata: {now.model_dump_json()}\n\n"
-        elif quiet % QUIET_LOOKS == 0:
-            yield ": still here\n\n"
-        if now.state.is_over:
-            return
-        last = now
-        await asyncio.sleep(WATCH_SECONDS)
-
-
-class WatchResponse(StreamingResponse):
-    """Server-sent events to a client that has one of the `watchers` places, which it leaves however the connection ends."""
-
-    def __init__(self, events: AsyncIterator[str], watchers: asyncio.Semaphore) -> None:
-        super().__init__(events, media_type="text/event-stream")
-        self._watchers = watchers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        except asyncio.CancelledError:  # the service ends, and its time to drain is over: so does the answer
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            self._watchers.release()
 
 
 def _add_pages(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -12,11 +14,11 @@ from pydantic import TypeAdapter, ValidationError
 from decoding.documents.strict_yaml import Document
 from decoding.errors import first_line
 from decoding.serving.hosts import is_loopback
-from tuner.service.contract import JobResult, SearchJob, SearchRequest, ServiceError, WorkerCard
+from tuner.service.contract import JobResult, SearchJob, SearchRequest, ServiceError, UnavailableError, WorkerCard
 
 TIMEOUT_SECONDS = 60.0
-"""Longer than the service is silent while nothing happens."""
-
+WATCH_SECONDS = 1.0
+"""Seconds between two looks at a search that is watched."""
 
 T = TypeVar("T")
 
@@ -69,24 +71,20 @@ class ServiceClient:
         return self._answer("GET", f"/v1/searches/{job}/files/{number}").content
 
     def watch(self, job: str) -> Iterator[SearchJob]:
-        """Yield a search at each change, until it is over."""
-        try:
-            with self._http.stream("GET", f"/v1/searches/{job}/events") as answer:
-                if answer.status_code != 200:
-                    answer.read()
-                    raise _refusal(answer)
-                for line in answer.iter_lines():
-                    if line.startswith("data: "):
-                        yield self._read(SearchJob, line.removeprefix("data: "))
-        except (httpx2.HTTPError, httpx2.InvalidURL) as cause:
-            raise self._silent(cause) from None
+        """Yield a search at each change, until it is over. While the service's database is away, it is waited for."""
+        last = None
+        while True:
+            with suppress(UnavailableError):
+                if (now := self.search(job)) != last:
+                    yield now
+                if now.state.is_over:
+                    return
+                last = now
+            time.sleep(WATCH_SECONDS)
 
     def _call(self, kind: type[T], method: str, path: str, body: Document | None = None) -> T:
-        return self._read(kind, self._answer(method, path, body).content)
-
-    def _read(self, kind: type[T], content: str | bytes) -> T:
         try:
-            return TypeAdapter(kind).validate_json(content)
+            return TypeAdapter(kind).validate_json(self._answer(method, path, body).content)
         except ValidationError as cause:
             where = ".".join(map(str, cause.errors()[0]["loc"]))
             raise ServiceError(
@@ -97,21 +95,20 @@ class ServiceClient:
         try:
             answer = self._http.request(method, path, json=None if body is None else body.model_dump(mode="json"))
         except (httpx2.HTTPError, httpx2.InvalidURL) as cause:
-            raise self._silent(cause) from None
+            reason = first_line(cause, default="no reason")
+            raise ServiceError(f"no answer from the service at {self.address}: {reason}") from None
         if answer.status_code >= 400:
             raise _refusal(answer)
         return answer
 
-    def _silent(self, cause: Exception) -> ServiceError:
-        return ServiceError(f"no answer from the service at {self.address}: {first_line(cause, default='no reason')}")
-
 
 def _refusal(answer: httpx2.Response) -> ServiceError:
+    kind = UnavailableError if answer.status_code == UnavailableError.status else ServiceError
     try:
         problem = answer.json()
-        return ServiceError(f"{problem['title']}: {problem['detail']}")
+        return kind(f"{problem['title']}: {problem['detail']}")
     except (ValueError, KeyError, TypeError, RecursionError):
-        return ServiceError(f"the service answered with status {answer.status_code}")
+        return kind(f"the service answered with status {answer.status_code}")
 
 
 def _may_take_a_proxy(address: str) -> bool:

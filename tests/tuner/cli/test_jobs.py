@@ -13,12 +13,12 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 from rich.console import Console
 
 from tests.support.service import listening
 from tuner.cli.main import main
-from tuner.cli.progress_bar import TerminalProgress
-from tuner.cli.terminal import print_facts, print_sample, visible
+from tuner.cli.terminal import TerminalProgress, print_facts, print_sample, visible
 from tuner.inputs.prompts import Prompt
 
 JOB = "0123456789abcdef"
@@ -141,6 +141,22 @@ def test_an_answer_that_is_none_of_a_service_is_an_error_in_one_line() -> None:
         assert refused.exit_code == 2
         assert refused.output.count("\n") == 1
         assert refused.output[:-1].isprintable()
+
+
+def test_a_watch_waits_for_a_service_whose_database_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = FastAPI()
+    answers = iter([(200, "running"), (503, ""), (200, "finished")])
+
+    @app.get("/v1/searches/{job}")
+    def _(job: str) -> Any:
+        status, state = next(answers)
+        return JSONResponse({**SEARCH, "state": state}, status)
+
+    monkeypatch.setattr("tuner.service.client.WATCH_SECONDS", 0.0)
+    with listening(app) as address:
+        watched = jobs(address, "watch", JOB)
+    assert watched.exit_code == 0, watched.output
+    assert [line.split()[1] for line in watched.output.splitlines()] == ["running", "finished"]
 
 
 def test_the_token_goes_to_no_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import logging
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,7 +125,6 @@ def test_what_is_not_accepted_is_a_problem_in_one_line(
     [
         ("POST", "/v1/searches", b"{", 422),
         ("GET", "/v1/searches/0123456789abcdef", b"", 404),
-        ("GET", "/v1/searches/0123456789abcdef/events", b"", 404),
         ("GET", "/v1/searches/..%2F..", b"", 404),
         ("GET", "/v1/searches/x", b"", 422),
         ("DELETE", "/v1/searches", b"", 405),
@@ -144,15 +142,13 @@ def test_a_large_body_is_refused(client: TestClient) -> None:
     assert answer.status_code == 413
 
 
-def test_a_queued_search_is_cancelled_watched_and_resumed(client: TestClient, jobs: Jobs, folder: Path) -> None:
+def test_a_queued_search_is_cancelled_and_resumed(client: TestClient, jobs: Jobs, folder: Path) -> None:
     job = client.post("/v1/searches", json=_body(folder, seed=4)).json()["id"]
     jobs.note_progress(job, JobProgress(stage="joint", trials=3, best_speedup=1.5, best_draft="skip"))
     assert client.get(f"/v1/searches/{job}").json()["progress"]["best_speedup"] == 1.5
     for path in ("result", "profile", "report", "files/0"):
         assert client.get(f"/v1/searches/{job}/{path}").status_code == 409
     assert client.post(f"/v1/searches/{job}/cancel").json()["state"] == "cancelled"
-    events = client.get(f"/v1/searches/{job}/events").text
-    assert events.startswith("event: end\ndata: {")
     assert jobs.is_cancelled(job)
     assert client.post(f"/v1/searches/{job}/resume").json()["state"] == "queued"
     page = client.get("/").text
@@ -184,14 +180,7 @@ def test_with_a_token_nothing_but_health_answers_without(jobs: Jobs, settings: S
     guarded = ServiceSettings(settings.allowed, settings.folder, token="secret", hosts=("testserver",))
     with TestClient(create_service(jobs, guarded)) as client:
         assert client.get("/health").status_code == 200
-        for path in (
-            "/",
-            "/v1/searches",
-            "/v1/workers",
-            "/metrics",
-            "/openapi.json",
-            "/v1/searches/0123456789abcdef/events",
-        ):
+        for path in ("/", "/v1/searches", "/v1/workers", "/metrics", "/openapi.json"):
             assert client.get(path).status_code == 401, path
             assert client.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401, path
         assert client.get("/v1/searches", headers={"Authorization": "Bearer secret"}).status_code == 200
@@ -217,22 +206,3 @@ def test_half_a_request_is_closed_without_a_word_in_the_log(
             assert half.recv(100) == b""
         assert httpx2.get(f"{address}/health", timeout=60).status_code == 200
     assert not caplog.messages
-
-
-def test_a_watcher_gets_a_whole_answer_when_the_service_ends(
-    jobs: Jobs,
-    settings: ServiceSettings,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)
-    with ExitStack() as running, httpx2.Client(timeout=60) as client:
-        address = running.enter_context(listening(create_service(jobs, settings)))
-        job = client.post(f"{address}/v1/searches", json=_body(folder, seed=77)).json()["id"]
-        with client.stream("GET", f"{address}/v1/searches/{job}/events") as events:
-            lines = events.iter_lines()
-            assert next(lines) == "event: search"
-            running.close()
-            assert not [line for line in lines if line.startswith("event")]
-    assert not [record for record in caplog.records if record.exc_info]
