@@ -1,6 +1,6 @@
 """Progress reports of long operations.
 
-The command line draws them (`tuner.cli.progress_bar`); `Unwatched` ignores them.
+The command line draws them (`tuner.cli.terminal`); `Unwatched` ignores them.
 """
 
 from __future__ import annotations

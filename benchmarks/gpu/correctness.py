@@ -21,7 +21,7 @@ from decoding.target import DraftView, Target
 from decoding.target.equivalence import find_shared_pass_difference
 from decoding.text import Ending
 from decoding.timing.passes import Stopwatch
-from tuner.inputs.environment import device_name, versions
+from tuner.results import device_name, versions
 
 PACKAGES = ("triton", "numpy", "safetensors", "tokenizers", "mlflow", "datasets", "greenlet")
 SKIP = LayerSkip(skip_attention=(1,), skip_mlp=(2,))

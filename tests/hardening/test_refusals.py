@@ -21,8 +21,7 @@ from tests.support.profiles import save_profile
 from tests.support.refusals import refused
 from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
 from tuner.cli.main import Termination, main
-from tuner.cli.progress_bar import TerminalProgress
-from tuner.cli.terminal import use_threads
+from tuner.cli.terminal import TerminalProgress, use_threads
 from tuner.databases import refuse_unusable_database
 from tuner.errors import ConfigError, StorageError, without_password
 from tuner.inputs.model_folder import check_folder

@@ -17,8 +17,8 @@ from tests.support.reviews import review
 from tests.support.shown import check_readable, shown
 from tuner.bench.loads import DraftLoads, LoadFigures, ScheduleResult, schedule_table
 from tuner.cli.doctor import capabilities_panel
+from tuner.cli.show import heads_table
 from tuner.export.schedule import MeasuredSchedule, ScheduledLoad
-from tuner.heads.report import heads_table
 from tuner.review.document import MeasuredCandidate, StockComparison, StockContender
 from tuner.review.tables import results_table
 from tuner.tables import figures_table

@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 
 from tuner.cli.options import GroupedCommand, given, keys_of, options_of
+from tuner.cli.show import heads_table
 from tuner.cli.terminal import (
     CONFIG_OPTION,
     check_names,
@@ -68,7 +69,6 @@ def distill(config_file: Path | None, dry_run: bool, overwrite: bool, **flags: A
 
     from tuner.heads.distill import distil_and_track
     from tuner.heads.plan import prepare
-    from tuner.heads.report import heads_table
     from tuner.tracking import ui_command
 
     use_threads(config.threads)

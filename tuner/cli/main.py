@@ -72,12 +72,12 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "report": CommandEntry("Use", "Write the HTML report of a search.", "tuner.cli.report:report"),
     "export": CommandEntry("Use", "Write a profile for another engine.", "tuner.cli.export:export"),
     "promote": CommandEntry(
-        "Use", "Register a profile, and make it production's champion.", "tuner.cli.promote:promote"
+        "Use", "Register a profile, and make it production's champion.", "tuner.cli.export:promote"
     ),
     "doctor": CommandEntry("Check", "Report whether a model can be tuned.", "tuner.cli.doctor:doctor"),
     "bench": CommandEntry("Check", "Compare a profile with other ways to decode.", "tuner.cli.bench:bench"),
     "service": CommandEntry("Service", "Accept searches over HTTP.", "tuner.cli.service:service"),
-    "worker": CommandEntry("Service", "Run the searches of a service.", "tuner.cli.worker:worker"),
+    "worker": CommandEntry("Service", "Run the searches of a service.", "tuner.cli.service:worker"),
     "jobs": CommandEntry("Service", "Submit searches to a service, and fetch profiles.", "tuner.cli.jobs:jobs"),
 }
 """To add a command, write its file and name it here."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console, Group, RenderableType
@@ -13,7 +15,10 @@ from rich.text import Text
 from decoding.drafts import LayerSkip
 from decoding.profile import DraftProfile, EndToEndFigures, Measured, ProfileOrigin
 from tuner.fields import local_profile
-from tuner.tables import facts_grid, spaced
+from tuner.tables import facts_grid, figures_table, spaced
+
+if TYPE_CHECKING:
+    from decoding.exit_heads import HeadFacts
 
 STRIP_WIDTH = 40
 """Layers per line of the strip of skipped layers."""
@@ -30,11 +35,40 @@ def show(path: Path) -> None:
 
 def _heads(folder: Path) -> list[object]:
     from decoding.head_folder import list_feature_head, list_heads
-    from tuner.heads.report import exits_table, feature_head_table
 
     feature = list_feature_head(folder)
     exits = list_heads(folder, required=feature is None)
     return [*([exits_table(exits)] if exits else []), *([feature_head_table(feature)] if feature else [])]
+
+
+def exits_table(facts: Mapping[int, HeadFacts]) -> Table:
+    """Return a table of exits: acceptance and agreement without and with a head."""
+    title = "Exits on held-out prompts, without and with a head"
+    table = figures_table(title, "exit", *("acceptance", "with head", "agreement", "with head"))
+    for exit_layer, of_head in facts.items():
+        if of_head.training is not None:
+            before, after = of_head.training.before, of_head.training.after
+            figures = (before.acceptance, after.acceptance, before.agreement, after.agreement)
+            table.add_row(str(exit_layer), *(f"{figure:.3f}" for figure in figures))
+    return table
+
+
+def feature_head_table(facts: HeadFacts) -> Table:
+    """Return a table of a feature head by the step of a round: acceptance and agreement before and after the training."""
+    title = "Feature head on held-out prompts, by the step of a round"
+    table = figures_table(title, "step", *("acceptance", "trained", "agreement", "trained"))
+    if facts.training is not None:
+        steps = zip(facts.training.before_by_step, facts.training.after_by_step, strict=True)
+        for step, (before, after) in enumerate(steps, start=1):
+            figures = (before.acceptance, after.acceptance, before.agreement, after.agreement)
+            table.add_row(str(step), *(f"{figure:.3f}" for figure in figures))
+    return table
+
+
+def heads_table(facts: Mapping[int, HeadFacts]) -> Table:
+    """Return the table of exit heads, or of a feature head, which a distillation makes alone."""
+    feature = [of_head for of_head in facts.values() if of_head.is_feature_head]
+    return feature_head_table(feature[0]) if feature else exits_table(facts)
 
 
 def _profile(path: Path) -> RenderableType:

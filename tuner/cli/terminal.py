@@ -1,4 +1,4 @@
-"""What commands share: cheap checks of names, progress on stderr, results on stdout, and settings of the process.
+"""What commands share: cheap checks of names, progress on stderr (a bar per stage), results on stdout, settings of the process.
 
 Imports torch and optuna only when they are needed.
 """
@@ -9,11 +9,16 @@ import os
 import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+from rich.table import Column
 from rich.text import Text
 
 from decoding.profile import DraftProfile
@@ -24,6 +29,7 @@ from tuner.output_paths import check_writable
 from tuner.progress import Progress
 
 if TYPE_CHECKING:
+    from studies.contract import TrialRecord
     from tuner.inputs.prompts import Prompt
 
 
@@ -36,14 +42,6 @@ CONFIG_OPTION = click.option(
     heading="Configuration",
     help="YAML file with any of these settings, and settings of the studies; flags win.",
 )
-
-
-@contextmanager
-def progress_on_stderr() -> Iterator[Progress]:
-    from tuner.cli.progress_bar import TerminalProgress
-
-    with TerminalProgress(Console(stderr=True)) as progress:
-        yield progress
 
 
 def use_threads(threads: int | None) -> None:
@@ -141,3 +139,88 @@ def check_names(
         check_writable(out)
     if model is not None:
         check_on_hub(model, revision)
+
+
+BAR_WIDTH = 24
+COUNTERS_WIDTH = BAR_WIDTH + 28
+"""Columns of the bar, the counts and the two times, with the blanks between them."""
+LEAST_WIDTH = 12
+"""Columns that the name of a stage gets in a narrow terminal."""
+
+
+class TerminalProgress(Progress):
+    """`Progress` on a rich console, to be used as a context manager."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        width = max(console.width - COUNTERS_WIDTH, LEAST_WIDTH)
+        name = Column(no_wrap=True, overflow="ellipsis", max_width=width)
+        self._bar = _WithRemark(
+            TextColumn("{task.description}", markup=False, table_column=name),
+            BarColumn(bar_width=BAR_WIDTH),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeElapsedColumn(table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            console=console,
+            transient=not console.is_terminal,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> TerminalProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._bar.stop()
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        if self._task is not None:
+            self._bar.stop_task(self._task)
+        if not self._console.is_terminal:
+            self.say(name if total is None else f"{name} ({total})")
+        self._bar.start()  # not before the first stage: an error of the settings is then a single line
+        self._task = self._bar.add_task(name, total=total, remark="")
+
+    def advance(self, steps: int = 1) -> None:
+        if self._task is not None:
+            self._bar.advance(self._task, steps)
+
+    def trial(self, record: TrialRecord, best: TrialRecord | None) -> None:
+        """Move the bar and show the best so far; a failed trial gets a line with its reason."""
+        from studies.contract import TrialState
+
+        self.advance()
+        if best is not None:
+            self.show(f"best {best.speedup:.2f}x, {best.candidate.draft.describe()}")
+        if record.state is TrialState.FAIL:
+            self.say(f"trial {record.study}/{record.number} failed: {record.reason}")
+        elif not self._console.is_terminal:
+            shown = f"{record.speedup:.2f}x" if record.speedup else record.state.lower()
+            again = f" (repeats trial {record.repeat_of})" if record.repeat_of is not None else ""
+            self.say(f"  {record.study}/{record.number}: {shown}{again}  {record.candidate.draft.describe()}")
+
+    def show(self, text: str) -> None:
+        if self._task is not None:
+            self._bar.update(self._task, remark=text)
+
+    def say(self, line: str) -> None:
+        """Print a line as it is, brackets included; off a terminal with the time of day."""
+        shown = line if self._console.is_terminal else f"{datetime.now():%H:%M:%S} {line}"
+        self._console.print(visible(shown, lines=True), markup=False, highlight=False, soft_wrap=True)
+
+
+class _WithRemark(Bars):
+    """Bars, and the remark of the last one on a line of its own, so that no counter is cut for it."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        if self.tasks and (remark := self.tasks[-1].fields["remark"]):
+            yield Text(remark, no_wrap=True, overflow="ellipsis")
+
+
+@contextmanager
+def progress_on_stderr() -> Iterator[Progress]:
+    with TerminalProgress(Console(stderr=True)) as progress:
+        yield progress

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from decoding.profile import DatasetFacts
     from tuner.export.settings import ExportSettings
     from tuner.inputs.models import Loaded
-    from tuner.inputs.reading import Prompt
+    from tuner.inputs.prompts import Prompt
 
 FILE = "prompts.jsonl"
 USUAL_NEW_TOKENS = 128

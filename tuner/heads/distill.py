@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from decoding.documents.atomic_write import write_atomically
 from decoding.drafts import compact_indices
 from decoding.errors import DistillationError
 from decoding.exit_heads import HeadFacts, HeadTraining, prompt_sha256, save_head
@@ -25,17 +24,15 @@ from tuner.heads.checkpoint import OtherCheckpointError, load_checkpoint, save_c
 from tuner.heads.kinds import choose_vocabulary
 from tuner.heads.limits import TimeLimit
 from tuner.heads.plan import Distillation, heads_at_once
-from tuner.heads.report import loss_curve_csv
 from tuner.heads.texts import GeneratedText, TextPlan, generate_texts, num_response_tokens
 from tuner.heads.training import Figures, Losses, Run, Student, evaluate, train
-from tuner.inputs.environment import device_name, git_revision, versions
 from tuner.inputs.memory import explained_shortage
 from tuner.progress import Progress
+from tuner.results import device_name, git_revision, versions
 from tuner.tracking import DatasetInput, Tracker
 
 MIN_TRAINING_TOKENS = 500
 MIN_EVALUATION_TOKENS = 50
-CURVE = "training_curve.csv"
 PROMPT_SETTINGS = (
     *("model", "revision", *DATA_FIELDS),
     *("tuning_prompts", "held_out_prompts", "max_new_tokens", "dtype", "seed"),
@@ -85,7 +82,7 @@ def distil(
     before = figures(heads=dict.fromkeys(exits, work.kind.before(target)))
     evaluated = limit.spent - evaluated
     vocabulary = choose_vocabulary(target, texts, settings)
-    facts, losses, training_seconds, num_begun = dict[int, HeadFacts](), list[Losses](), 0.0, 0
+    facts, training_seconds, num_begun = dict[int, HeadFacts](), 0.0, 0
     for group in _groups(work, exits, progress):
         seconds = limit.for_group(len(group), len(exits) - num_begun, evaluated)
         num_begun += len(group)
@@ -100,10 +97,7 @@ def distil(
         for layer, head in heads.items():
             facts[layer] = _facts(work, layer, texts, run.step, cost, before[layer], after[layer])
             save_head(work.path(layer), replace(head, block=head.block.to(torch.bfloat16)), facts[layer])
-        losses = _joined(losses, run.losses, exits)
         training_seconds += run.seconds
-        curve = loss_curve_csv(losses).encode()
-        write_atomically(work.folder / CURVE, curve, what="the training curve", error=DistillationError)
         work.checkpoint.unlink(missing_ok=True)
     return Distilled({layer: facts[layer] for layer in exits}, writing_seconds, training_seconds)
 
@@ -157,12 +151,6 @@ def _train(
             num_reported = run.step
 
     train(run, work.target, texts, settings, work.seed, keep)
-
-
-def _joined(losses: Sequence[Losses], more: Sequence[Losses], exits: Sequence[int]) -> list[Losses]:
-    """Return the losses of two groups by step; a time limit may have ended one of them earlier, which ends both."""
-    both = [{**of_step, **others} for of_step, others in zip(losses, more, strict=False)] if losses else more
-    return [{layer: of_step[layer] for layer in exits if layer in of_step} for of_step in both]
 
 
 def _facts(
@@ -236,7 +224,7 @@ def _log_losses(tracker: Tracker, num_before: int, losses: Sequence[Losses]) -> 
 
 
 def _log_distilled(tracker: Tracker, work: Distillation, distilled: Distilled) -> None:
-    """Log each exit's figures, each head's facts, and the table of losses."""
+    """Log each exit's figures and each head's facts."""
     figures = {"writing_seconds": distilled.writing_seconds, "training_seconds": distilled.training_seconds}
     for exit_layer, facts in distilled.facts.items():
         assert facts.training is not None, "a distilled head records its training"
@@ -244,7 +232,6 @@ def _log_distilled(tracker: Tracker, work: Distillation, distilled: Distilled) -
             figures |= {f"exit_{exit_layer}/{key}_{name}": value for key, value in of_exit.model_dump().items()}
         tracker.log_document(facts.model_dump(mode="json", by_alias=True), f"{work.path(exit_layer).stem}.json")
     tracker.log_figures(figures, {"exits": ",".join(map(str, distilled.facts))})
-    tracker.log_artifact(work.folder / CURVE)
 
 
 def _training_texts(work: Distillation, limit: TimeLimit, progress: Progress) -> list[GeneratedText]:
@@ -268,12 +255,12 @@ def _texts(
 ) -> list[GeneratedText]:
     """Return the texts of a plan, stored or newly generated.
 
-    Each identity has its own file, so texts never mix.
+    Each identity has its own folder, so texts never mix.
     """
     identity = plan.identity(work.model, work.target.dtype)
     progress.stage(stage, len(plan.prompts) * plan.samples)
-    path = work.folder / "texts" / f"{hash_json(identity)[:12]}.jsonl"
-    texts = generate_texts(work.target, plan, path, identity, progress.advance, may_go_on)
+    folder = work.folder / "texts" / hash_json(identity)[:12]
+    texts = generate_texts(work.target, plan, folder, progress.advance, may_go_on)
     if (num_tokens := num_response_tokens(texts)) < min_tokens:
         raise DistillationError(
             f"too little text: {len(plan.prompts)} prompts gave {num_tokens} tokens, and at least {min_tokens} are "

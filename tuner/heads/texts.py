@@ -13,7 +13,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from decoding.documents.atomic_write import write_atomically
 from decoding.errors import DistillationError
 from decoding.fingerprint import Fingerprint
 from decoding.target import Target
 
-SCHEMA = "sdtune-texts/v2"
 BUCKET = 16
 """Number of batches whose texts are sorted by length together, so that each batch needs little padding."""
 
@@ -83,33 +83,27 @@ class TextPlan:
 def generate_texts(
     target: Target,
     plan: TextPlan,
-    path: Path,
-    identity: dict[str, Any],
+    folder: Path,
     on_progress: Callable[[int], None] = lambda num_texts: None,
     may_go_on: Callable[[Sequence[GeneratedText]], bool] = lambda texts: True,
 ) -> list[GeneratedText]:
-    """Return all texts of `plan` in its order, generating and appending those missing from `path`.
+    """Return all texts of `plan` in its order, generating the batches that have no file in `folder`, which is this plan's alone.
 
-    Batches are generated in an order in which short and long prompts alternate. `may_go_on` is asked before each batch, with the
-    texts so far, and ends the writing: what there is then covers all lengths. `on_progress` is called with the number of texts
-    read or generated since the last call. Raises `DistillationError` if the file cannot be written, is damaged, or holds texts of
-    another identity.
+    Batches are generated in an order in which short and long prompts alternate. `may_go_on` is asked before each that is generated,
+    with the texts so far, and ends the writing: what there is then covers all lengths. `on_progress` is called with the number of
+    texts of each batch. Raises `DistillationError` if a file cannot be written, or is damaged.
     """
-    order = spread_order(len(plan.batches))
-    texts = _open(path, identity, plan, order)
-    on_progress(len(texts))
-    first, found = 0, dict[int, list[GeneratedText]]()
-    for number in order:
-        batch = plan.batches[number]
-        if first >= len(texts):
-            if not may_go_on(texts):
-                break
-            generated = generate_batch(target, batch, plan, number)
-            _append(path, generated)
-            texts += generated
-            on_progress(len(batch))
-        found[number] = texts[first : first + len(batch)]
-        first += len(batch)
+    found = dict[int, list[GeneratedText]]()
+    for number in spread_order(len(plan.batches)):
+        path, prompts = folder / f"{number}.json", plan.batches[number]
+        if path.exists():
+            found[number] = _stored(path, prompts)
+        elif may_go_on([text for batch in found.values() for text in batch]):
+            found[number] = generate_batch(target, prompts, plan, number)
+            _store(path, found[number])
+        else:
+            break
+        on_progress(len(prompts))
     return [text for number in sorted(found) for text in found[number]]
 
 
@@ -172,73 +166,26 @@ def _up_to(ends: frozenset[int], tokens: list[int]) -> tuple[int, ...]:
     return tuple(tokens[: end + 1])
 
 
-def _open(path: Path, identity: dict[str, Any], plan: TextPlan, order: Sequence[int]) -> list[GeneratedText]:
-    """Return the texts of complete batches in `path`, which are in this order, and truncate the file after them.
-
-    A killed run may leave an incomplete batch. A missing or empty file is created with its header.
-    """
-    header = json.dumps({"schema": SCHEMA, **identity}).encode() + b"\n"
+def _store(path: Path, texts: Sequence[GeneratedText]) -> None:
     try:
-        content = path.read_bytes() if path.exists() else b""
-        lines = content.splitlines(keepends=True)
-        if lines and not lines[-1].endswith(b"\n"):
-            lines.pop()
-        if not lines:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(header)
-            return []
-        if lines[0] != header:
-            raise DistillationError(
-                f"{path} holds texts generated with other settings: remove it, or use another folder"
-            )
-        texts = [_parse(line, number, path) for number, line in enumerate(lines[1:], start=2)]
-        expected = [prompt for number in order for prompt in plan.batches[number]]
-        if [text.prompt for text in texts] != expected[: len(texts)]:
-            raise DistillationError(
-                f"the texts in {path} are damaged: their prompts do not match the requested ones; remove the file"
-            )
-        kept = _whole_batches(plan, order, len(texts))
-        with path.open("r+b") as file:
-            file.truncate(sum(map(len, lines[: kept + 1])))
+        path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as cause:
-        raise _unusable(path, cause) from None
-    return texts[:kept]
+        raise DistillationError(f"cannot write the texts {path}: {cause.strerror or cause}") from None
+    content = [{"response": text.response, "seconds": text.seconds} for text in texts]
+    write_atomically(path, json.dumps(content).encode(), what="the texts", error=DistillationError)
 
 
-def _whole_batches(plan: TextPlan, order: Sequence[int], num_texts: int) -> int:
-    """Return how many of the first `num_texts` texts belong to complete batches, in this order of the batches."""
-    kept = 0
-    for number in order:
-        if kept + len(plan.batches[number]) > num_texts:
-            break
-        kept += len(plan.batches[number])
-    return kept
-
-
-def _parse(line: bytes, number: int, path: Path) -> GeneratedText:
+def _stored(path: Path, prompts: Sequence[tuple[int, ...]]) -> list[GeneratedText]:
     try:
-        data = json.loads(line)
-        text = GeneratedText(tuple(data["prompt"]), tuple(data["response"]), float(data["seconds"]))
-        if not text.response or not all(isinstance(token, int) for token in (*text.prompt, *text.response)):
+        texts = [
+            GeneratedText(prompt, tuple(stored["response"]), float(stored["seconds"]))
+            for prompt, stored in zip(prompts, json.loads(path.read_bytes()), strict=True)
+        ]
+        if not all(text.response and all(isinstance(token, int) for token in text.response) for text in texts):
             raise ValueError("no token ids")
-    except (ValueError, TypeError, KeyError):
-        raise DistillationError(
-            f"the texts in {path} are damaged in line {number}: remove the file to generate them again"
-        ) from None
-    return text
-
-
-def _append(path: Path, texts: Sequence[GeneratedText]) -> None:
-    lines = [json.dumps(asdict(text)) + "\n" for text in texts]
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write("".join(lines))
-    except OSError as cause:
-        raise _unusable(path, cause) from None
-
-
-def _unusable(path: Path, cause: OSError) -> DistillationError:
-    return DistillationError(f"cannot write the texts {path}: {cause.strerror or cause}")
+    except (OSError, ValueError, TypeError, KeyError):
+        raise DistillationError(f"the texts in {path} are damaged: remove the file to generate them again") from None
+    return texts
 
 
 @dataclass(frozen=True)

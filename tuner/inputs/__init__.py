@@ -1,1 +1,1 @@
-"""Inputs of a command: model, dataset, prompts, environment."""
+"""Inputs of a command: model, dataset, prompts."""

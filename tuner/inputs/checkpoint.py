@@ -8,7 +8,6 @@ import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +19,6 @@ from decoding.errors import SdtuneError, one_line
 from decoding.fingerprint import configuration_sha256
 from decoding.memory import is_out_of_memory
 from tuner.errors import ConfigError
-
-LIBRARIES: Mapping[str, tuple[str, ...]] = {
-    "aqlm": ("aqlm", "accelerate"),
-    "awq": ("gptqmodel", "accelerate"),
-    "bitsandbytes": ("bitsandbytes", "accelerate"),
-    "compressed-tensors": ("compressed_tensors",),
-    "fbgemm_fp8": ("fbgemm_gpu", "accelerate"),
-    "fp8": ("accelerate",),
-    "gptq": ("gptqmodel", "optimum"),
-    "hqq": ("hqq", "accelerate"),
-    "mxfp4": ("kernels", "accelerate"),
-    "quanto": ("optimum.quanto", "accelerate"),
-    "torchao": ("torchao",),
-}
-"""Packages that transformers loads the common kinds of quantised checkpoints with, by `quant_method`."""
-
 
 MOST_SIZES = (
     (re.compile(r"layers?$"), 10_000),
@@ -74,15 +57,10 @@ def refuse_unusable(name: str, revision: str | None = None) -> None:
     """
     config, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
     _refuse_absurd_sizes(name, config)
-    method = quantisation(config)
-    if method is None:
-        return
-    missing = [package for package in LIBRARIES.get(method, ()) if not _is_installed(package)]
-    needs = f" (not installed: {', '.join(missing)})" if missing else ""
-    raise ConfigError(
-        f"{name} is quantised ({method}), which has not been tried with sdtune{needs}: give the checkpoint that it was "
-        "quantised from"
-    )
+    if (method := quantisation(config)) is not None:
+        raise ConfigError(
+            f"{name} is quantised ({method}), which has not been tried with sdtune: give the checkpoint that it was quantised from"
+        )
 
 
 def _refuse_absurd_sizes(name: str, config: Mapping[str, Any]) -> None:
@@ -157,9 +135,3 @@ def quantisation(config: Mapping[str, Any]) -> str | None:
     # Older bitsandbytes checkpoints do not name their method.
     is_unnamed_bitsandbytes = found.get("load_in_4bit") or found.get("load_in_8bit")
     return str(found.get("quant_method") or ("bitsandbytes" if is_unnamed_bitsandbytes else "unknown method"))
-
-
-def _is_installed(package: str) -> bool:
-    """Return True if a package, or a package inside another, can be imported."""
-    outer, _, inner = package.partition(".")
-    return find_spec(outer) is not None and (not inner or find_spec(package) is not None)

@@ -6,7 +6,8 @@ The library `datasets` reads all sources, in a process of its own (`tuner.inputs
   otherwise one per line);
 * a folder, `folder[:config][@split]`, written by `save_to_disk` or with data files, whose names tell the splits; a config is a
   subfolder;
-* a preset of `configs/datasets`, `name[@split]`;
+* a preset of `configs/datasets`, `name[@split]`: a YAML file that says where a well-known dataset is, and how its rows become
+  prompts and examples;
 * a hub id, `owner/name[:config][@split]`.
 
 A split may be a slice such as `test[:100]`, except in folders written by `save_to_disk`. The default is the only split, or the
@@ -21,17 +22,93 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from decoding.documents.strict_yaml import suggest
+from pydantic import AfterValidator, Field, model_validator
+
+from decoding.documents.strict_yaml import Document, read_mapping, suggest, validate
 from tuner.errors import DatasetError
 from tuner.inputs.data_files import FILE_KINDS, split_filter
-from tuner.inputs.presets import Preset, load_preset, preset_names
+from tuner.inputs.formats import Template
 from tuner.inputs.reader import READER
 
 _SOURCE = re.compile(r"(?P<location>.+?)(?::(?P<config>[^:@/]+))?(?:@(?P<split>[^@/]+))?")
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+def _parsable(written: str) -> str:
+    Template.parse(written)
+    return written
+
+
+Written = Annotated[str, AfterValidator(_parsable)]
+
+
+class Preset(Document):
+    """Well-known dataset: its source, and the templates of its prompts and of the answers in examples."""
+
+    description: str
+    dataset: str = Field(description="hub id, address of a data file, or a folder laid out like a hub dataset")
+    config: str | None = None
+    revision: str | None = Field(None, description="branch or commit on the hub")
+    split: str
+    template: Written | None = None
+    short_template: Written | None = Field(
+        None, description="template for rows in which a column of `template` is blank; without it such rows are skipped"
+    )
+    turns: tuple[Written, ...] = Field(
+        (),
+        description="in place of `template`: a conversation, whose turns are the user's and the assistant's alternately",
+    )
+    answer_template: Written | None = Field(
+        None, description="format of the answer of an example, after its prompt; there are `shots` before each prompt"
+    )
+    answer_on_one_line: bool = Field(
+        False, description="remove the line breaks of answers, as the authors of a prompt do"
+    )
+    shots: int = Field(0, ge=0, description="solved examples before each prompt")
+    shots_split: str | None = Field(None, description="split of the examples; default: the first rows of the dataset")
+    shots_separator: str = Field("\n\n", description="text between two examples, and before the prompt")
+    category_column: str | None = None
+    categories: dict[str, str] = Field(
+        default_factory=dict, description="names under which values of the category column are reported"
+    )
+
+    @property
+    def templates(self) -> tuple[Template, ...]:
+        """Templates of a prompt, first match first; none if the preset makes conversations."""
+        return tuple(Template.parse(written) for written in (self.template, self.short_template) if written)
+
+    @property
+    def turn_templates(self) -> tuple[Template, ...]:
+        """Templates of the turns of a conversation; none if the preset makes single texts."""
+        return tuple(Template.parse(written) for written in self.turns)
+
+    @model_validator(mode="after")
+    def _is_text_or_conversation(self) -> Preset:
+        if (self.template is None) != bool(self.turns) or (self.turns and len(self.turns) % 2 == 0):
+            raise ValueError(
+                "a preset has either a template or an odd number of turns, the last of which is the user's"
+            )
+        if bool(self.shots) != (self.answer_template is not None) or (self.shots and self.turns):
+            raise ValueError("shots need an answer_template, which is for shots only, and texts")
+        return self
+
+
+def preset_names() -> list[str]:
+    files = resources.files("configs.datasets").iterdir()
+    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+
+
+def load_preset(name: str) -> Preset:
+    """Return the preset `name`; raise `DatasetError` if it is missing or invalid."""
+    if name not in preset_names():
+        raise DatasetError(f"no such preset {name!r}; {suggest(name, preset_names())}")
+    with resources.as_file(resources.files("configs.datasets") / f"{name}.yaml") as path:
+        data = read_mapping(path, what="preset", error=DatasetError)
+    return validate(Preset, data, source=f"preset {name}", error=DatasetError)
 
 
 class ColumnFacts(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 
 from tuner.errors import DatasetError
 from tuner.fields import PromptSettings
-from tuner.inputs.datasets import Table, open_table
+from tuner.inputs.datasets import Preset, Table, load_preset, open_table
 from tuner.inputs.formats import (
     CONVERSATION_COLUMNS,
     Column,
@@ -20,7 +20,6 @@ from tuner.inputs.formats import (
     text_format,
     turns_format,
 )
-from tuner.inputs.presets import Preset, load_preset
 
 DEFAULT_COLUMNS = ("prompt", "text", "question", "instruction", "input", "query", "problem", "article", "document")
 CATEGORY_COLUMNS = ("category", "task", "subset")

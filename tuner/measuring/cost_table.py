@@ -36,11 +36,11 @@ from studies.costs.plan import plan_passes
 from studies.costs.table import CostTable
 from studies.costs.terms import BlockKinds, Pass, Terms, Verification, join_share
 from tuner.errors import StorageError
-from tuner.inputs.environment import device_name, versions
 from tuner.measuring import pass_timer
 from tuner.measuring.machine import MOST_COST_ERROR
 from tuner.measuring.pass_timer import PassTimer
 from tuner.progress import Progress
+from tuner.results import device_name, versions
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17, 25, 33, 49)
 """Widths to measure: costs bend at the first few tokens and after powers of two, and are linear in between."""

@@ -22,7 +22,6 @@ from tuner.config import SearchConfig
 from tuner.errors import ConfigError
 from tuner.heads.plan import num_spare
 from tuner.inputs.checkpoint import checkpoint_configuration
-from tuner.inputs.environment import device_name
 from tuner.inputs.memory import explained_shortage, gigabytes
 from tuner.inputs.models import Loaded, eos_token_ids, load, target_identity
 from tuner.inputs.prompts import Prompt, PromptSet, search_prompts
@@ -33,6 +32,7 @@ from tuner.measuring.machine import MachineWatch
 from tuner.measuring.paired import MOST_KEPT, Bench
 from tuner.output_paths import check_folder_writable, check_writable
 from tuner.progress import Progress
+from tuner.results import device_name
 from tuner.search.budget import LEAST_LEFT, WRITING_SECONDS, Budget
 from tuner.search.engine import Deployment, deployment_of, restricted
 from tuner.search.memory_plan import plan_memory

@@ -102,14 +102,13 @@ class TestHeads:
         ):
             assert word in result.stdout
         heads = workplace / "heads"
-        assert _files(heads) == {"exit_head_2.safetensors", "exit_head_3.safetensors", "texts", "training_curve.csv"}
+        assert _files(heads) == {"exit_head_2.safetensors", "exit_head_3.safetensors", "texts"}
         assert _files(workplace) == {"heads"}
-        assert (heads / "training_curve.csv").read_text().startswith("step,exit_2,exit_3\n10,")
 
         target = Target(AutoModelForCausalLM.from_pretrained(checkpoint))
         prompts = _prompts(prompts_file, checkpoint)
         held_out = TextPlan(tuple(prompt.token_ids for prompt in prompts.held_out), 1, 0.0, 12, 32, 0)
-        texts = generate_texts(target, held_out, workplace / "again.jsonl", {})
+        texts = generate_texts(target, held_out, workplace / "again")
         for exit_layer in (2, 3):
             path = heads / f"exit_head_{exit_layer}.safetensors"
             training = read_facts(path).training
@@ -136,7 +135,7 @@ class TestHeads:
         target = Target(AutoModelForCausalLM.from_pretrained(checkpoint))
         prompts = _prompts(prompts_file, checkpoint)
         held_out = TextPlan(tuple(prompt.token_ids for prompt in prompts.held_out), 1, 0.0, 12, 32, 0)
-        texts = generate_texts(target, held_out, workplace / "again.jsonl", {})
+        texts = generate_texts(target, held_out, workplace / "again")
         stored = evaluate(HEAD_KINDS["feature"], target, {6: load_feature_head(path, target)}, texts, 8)
         assert training.after_by_step == stored[6]
         assert training.after == training.after_by_step[0]
@@ -197,7 +196,7 @@ class TestHeads:
         losses = client.get_metric_history(run.info.run_id, "exit_2/loss")
         assert [point.step for point in losses] == list(range(1, 13))
         folder = Path(run.info.artifact_uri.removeprefix("file://"))
-        assert _files(folder) == {"exit_head_2.json", "exit_head_3.json", "training_curve.csv"}
+        assert _files(folder) == {"exit_head_2.json", "exit_head_3.json"}
 
 
 class TestRefusals:
@@ -318,7 +317,6 @@ class TestStopping:
         result = run_distill(steps="2")
         assert result.exit_code == 0, result.output
         assert "2 heads are trained 1 at a time, to fit in the memory" in " ".join(result.stderr.split())
-        assert (workplace / "heads" / "training_curve.csv").read_text().startswith("step,exit_2,exit_3\n")
 
     def test_checkpoint_of_two_heads_is_resumed_first(
         self, run_distill: DistillCommand, monkeypatch: pytest.MonkeyPatch

@@ -33,13 +33,13 @@ def test_every_beginning_of_the_order_is_spread() -> None:
 
 
 def test_texts_that_are_cut_have_prompts_of_all_lengths_and_go_on_later(tmp_path: Path) -> None:
-    target, path = tiny_target(), tmp_path / "texts.jsonl"
-    cut = generate_texts(target, PLAN, path, {}, may_go_on=lambda texts: len(texts) < 4)
+    target, path = tiny_target(), tmp_path / "texts"
+    cut = generate_texts(target, PLAN, path, may_go_on=lambda texts: len(texts) < 4)
     assert len(cut) == 4
     assert max(len(text.prompt) for text in cut) > 8
     assert [len(text.prompt) for text in cut] == sorted(len(text.prompt) for text in cut)
-    whole = generate_texts(target, PLAN, path, {})
-    assert whole == generate_texts(target, PLAN, tmp_path / "undisturbed.jsonl", {})
+    whole = generate_texts(target, PLAN, path)
+    assert whole == generate_texts(target, PLAN, tmp_path / "undisturbed")
     assert len(whole) == 12
 
 

@@ -16,7 +16,6 @@ from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.errors import DistillationError
 from decoding.exit_heads import ExitFigures
-from decoding.fingerprint import fingerprint
 from decoding.target import ExitHead, Target
 from decoding.target.heads import new_exit_head
 from decoding.text import Ending
@@ -52,11 +51,6 @@ def plan_of(prompts: tuple[tuple[int, ...], ...] = SMALL_PROMPTS, **changes: Any
 def generated_by(target: Target, **changes: Any) -> list[GeneratedText]:
     plan = plan_of(**changes)
     return [text for number, batch in enumerate(plan.batches) for text in generate_batch(target, batch, plan, number)]
-
-
-def stored(target: Target, path: Path, **changes: Any) -> list[GeneratedText]:
-    plan = plan_of(**changes)
-    return generate_texts(target, plan, path, plan.identity(fingerprint(target.model), target.dtype))
 
 
 def trained(target: Target, texts: list[GeneratedText], *exits: int, settings: DistillSettings = SETTINGS) -> Run:
@@ -126,13 +120,10 @@ class TestTexts:
 
 
 class TestTextsOnDisk:
-    def test_a_torn_file_is_completed_with_the_same_texts(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        target, path = tiny_target(), tmp_path / "texts.jsonl"
-        whole = stored(target, path)
-        lines = path.read_bytes().splitlines(keepends=True)
-        assert len(lines) == 1 + len(whole) == 25
+    def test_what_is_missing_is_generated_the_same(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        target, folder = tiny_target(), tmp_path / "texts"
+        whole = generate_texts(target, plan_of(), folder)
+        assert len(whole) == 24
         numbers: list[int] = []
 
         def counted(target: Target, prompts: Any, plan: TextPlan, number: int) -> list[GeneratedText]:
@@ -140,39 +131,20 @@ class TestTextsOnDisk:
             return generate_batch(target, prompts, plan, number)
 
         monkeypatch.setattr(texts_module, "generate_batch", counted)
-        path.write_bytes(b"".join(lines[:13]) + lines[13][:9])  # two batches, two texts of the third, and a torn line
-        assert stored(target, path) == whole
+        for number in spread_order(5)[2:]:
+            (folder / f"{number}.json").unlink()
+        assert generate_texts(target, plan_of(), folder) == whole
         assert numbers == spread_order(5)[2:]
-        numbers.clear()
-        assert stored(target, path) == whole
-        assert not numbers
-        path.write_bytes(lines[0][:20])
-        assert stored(target, path) == whole
+        assert generate_texts(target, plan_of(), folder) == whole
+        assert len(numbers) == 3
 
-    def test_a_damaged_file_is_named_with_its_line(self, tmp_path: Path) -> None:
-        target, path = tiny_target(), tmp_path / "texts.jsonl"
-        stored(target, path)
-        lines = path.read_bytes().splitlines(keepends=True)
-        for wrong in (
-            b"{}\n",
-            b"\xff\n",
-            b'{"prompt": [1], "response": [], "seconds": 0}\n',
-            lines[5].replace(b"[", b"[1e3, "),
-        ):
-            path.write_bytes(b"".join([*lines[:5], wrong, *lines[6:]]))
-            with pytest.raises(DistillationError, match=r"texts.jsonl are damaged in line 6.*remove"):
-                stored(target, path)
-        path.write_bytes(b"".join([lines[0], lines[20], *lines[2:]]))
-        with pytest.raises(DistillationError, match="damaged"):
-            stored(target, path)
-
-    def test_texts_of_other_settings_are_refused(self, tmp_path: Path) -> None:
-        target, path = tiny_target(), tmp_path / "texts.jsonl"
-        stored(target, path)
-        before = path.read_bytes()
-        with pytest.raises(DistillationError, match="texts generated with other settings"):
-            stored(target, path, seed=3)
-        assert path.read_bytes() == before
+    @pytest.mark.parametrize(
+        "wrong", ["{}", "[", '[{"response": [], "seconds": 0}]', '[{"response": [1e3], "seconds": 0}]']
+    )
+    def test_a_damaged_file_is_named(self, wrong: str, tmp_path: Path) -> None:
+        (tmp_path / "0.json").write_text(wrong)
+        with pytest.raises(DistillationError, match=r"0.json are damaged: remove"):
+            generate_texts(tiny_target(), plan_of(SMALL_PROMPTS[:1], samples=1), tmp_path)
 
 
 class TestBatches:

@@ -14,8 +14,8 @@ from tests.support.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from tests.support.reading import read_in_process
 from tuner.errors import DatasetError
 from tuner.fields import PromptSettings
+from tuner.inputs.datasets import load_preset
 from tuner.inputs.formats import Turn, before_the_reply
-from tuner.inputs.presets import load_preset
 from tuner.inputs.prompts import PromptSet, load_prompts
 
 Row = dict[str, Any]

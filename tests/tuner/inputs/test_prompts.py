@@ -15,10 +15,9 @@ from tests.support.byte_tokenizer import BOS, CHAT_TEMPLATE, byte_tokenizer
 from tests.support.reading import read_in_process
 from tuner.errors import DatasetError
 from tuner.fields import PromptSettings
-from tuner.inputs.datasets import open_table
+from tuner.inputs.datasets import Preset, load_preset, open_table, preset_names
 from tuner.inputs.encoding import PromptEncoder, encode_prompt
 from tuner.inputs.formats import Content
-from tuner.inputs.presets import Preset, load_preset, preset_names
 from tuner.inputs.prompts import PromptSet, load_prompts
 
 WORDS = [f"prompt number {number}" for number in range(20)]

@@ -21,7 +21,7 @@ from tests.support.benches import charge
 from tests.support.commands import SearchCommand
 from tests.support.refusals import refused
 from tests.support.stored_trials import stored_records
-from tuner.cli.progress_bar import TerminalProgress
+from tuner.cli.terminal import TerminalProgress
 from tuner.measuring.clock import PriceList
 
 STRIKES_AFTER = 2

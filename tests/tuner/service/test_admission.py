@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 
 from studies.samplers import SAMPLERS, load_sampler
 from tuner.cli.main import main
-from tuner.cli.worker import OF_THE_WORKER
+from tuner.cli.service import OF_THE_WORKER
 from tuner.config import DistillSettings, SearchConfig
 from tuner.errors import ConfigError
 from tuner.service.admission import (
