@@ -236,6 +236,6 @@ def _line(job: SearchJob) -> str:
     facts.append(job.verdict)
     if job.error:
         facts.append(job.error)
-    if job.state == "queued":
+    if not (job.state.is_over or progress.stage):
         facts.append(progress.message)  # the store that it waits for
     return visible("  ".join(str(each) for each in facts if each))

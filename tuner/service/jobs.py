@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,15 +26,11 @@ from tuner.service.workers import Workers
 WORKFLOW = "tune"
 VERSION = "1"
 """Version of the jobs: workers run those of their own version only."""
-QUEUE, PROGRESS, OUTAGE, DEATHS, VERDICT = "queue", "progress", "outage", "deaths", "verdict"
-"""Attributes of a workflow: its queue, which DBOS forgets when it is cancelled, its latest progress, the store that it waits for,
-the workers that died with it, and what it has found."""
+QUEUE, PROGRESS, DEATHS, VERDICT = "queue", "progress", "deaths", "verdict"
+"""Attributes of a workflow: its queue, which DBOS forgets when it is cancelled, its latest progress, the workers that died with it,
+and what it has found."""
 MOST_DEATHS = 2
 """Workers that may die with a search, one after the other without a finished trial, before it counts as what kills them."""
-PATIENCE_SECONDS = 3600.0
-"""Seconds for which a search waits for a store that does not answer, before it fails."""
-STREAK_SECONDS = 600.0
-"""Seconds after which another outage counts as a new one."""
 
 _STATES = {
     "DELAYED": JobState.QUEUED,
@@ -130,10 +125,8 @@ class Jobs:
 
     def cancel(self, job: str) -> SearchJob:
         """Stop a job: a running one after its trial, which stays on disk."""
-        if _awaits_store(self._status(job)):
-            self._client.update_workflow_attributes(job, {OUTAGE: None}, merge=True)  # failed, with the store's error
-        else:
-            self._client.cancel_workflow(job)
+        self._status(job)
+        self._client.cancel_workflow(job)
         return self.find(job)
 
     def resume(self, job: str, *, client: str = "", most: float = math.inf) -> SearchJob:
@@ -164,25 +157,11 @@ class Jobs:
         """Store what a search has found, in a few words: lists do not read results."""
         self._client.update_workflow_attributes(job, {VERDICT: verdict}, merge=True)
 
-    def note_start(self, job: str) -> None:
-        """Store that a search runs, has done nothing yet, and waits for no store. Since when the present outage lasts is kept."""
-        changes = {PROGRESS: JobProgress().model_dump(mode="json")}
-        if outage := _attributes(self._status(job)).get(OUTAGE):
-            changes[OUTAGE] = {**outage, "waits": False}
-        self._client.update_workflow_attributes(job, changes, merge=True)
-
-    def note_outage(self, job: str, reason: str) -> None:
-        """Store that a search fails because a store does not answer; `take_over` queues it again, for `PATIENCE_SECONDS`."""
-        now, before = time.time(), _attributes(self._status(job)).get(OUTAGE) or {}
-        since = before["since"] if now - before.get("last", 0.0) < STREAK_SECONDS else now
-        outage = {"since": since, "last": now, "reason": reason, "waits": now - since < PATIENCE_SECONDS}
-        self._client.update_workflow_attributes(job, {OUTAGE: outage}, merge=True)
-
     def is_cancelled(self, job: str) -> bool:
         return self._status(job).status == "CANCELLED"
 
     def take_over(self) -> list[str]:
-        """Queue the jobs of dead workers again, and clear these away; likewise jobs that wait for a store. Return the jobs.
+        """Queue the jobs of dead workers again, and clear these away. Return the jobs.
 
         One process at a time does this: a job that another has queued again may have begun since it was looked up. While another
         does it, nothing is left to do.
@@ -202,11 +181,7 @@ class Jobs:
                     self._client.cancel_workflow(each.workflow_id)
                 else:
                     self._queue_again(each)
-            failed = self._client.list_workflows(name=WORKFLOW, status="ERROR", load_output=False)
-            waiting = [each for each in failed if _awaits_store(each)]
-            for each in waiting:
-                self._queue_again(each)
-            return [each.workflow_id for each in (*orphans, *waiting)]
+            return [each.workflow_id for each in orphans]
 
     def _is_deadly(self, status: WorkflowStatus) -> bool:
         """Note the death of a worker with a job; return True if the job is what kills them."""
@@ -238,12 +213,6 @@ def _open_engine(database: str) -> sa.Engine:
     )
 
 
-def _awaits_store(status: WorkflowStatus) -> bool:
-    """Return True if a job failed only because a store did not answer, and will be queued again."""
-    outage = _attributes(status).get(OUTAGE) or {}
-    return status.status == "ERROR" and bool(outage.get("waits"))
-
-
 def _attributes(status: WorkflowStatus) -> Mapping[str, Any]:
     return status.attributes or {}
 
@@ -258,12 +227,8 @@ def _deaths(status: WorkflowStatus) -> int:
 
 def _job(status: WorkflowStatus) -> SearchJob:
     config = status.input["args"][1] if status.input else {}
-    progress, error = _progress(status), None if status.error is None else first_line(status.error)
+    error = None if status.error is None else first_line(status.error)
     state = _STATES.get(status.status, JobState.FAILED)
-    if _awaits_store(status):
-        state = JobState.QUEUED
-        progress = progress.model_copy(update={"message": f"waits: {_attributes(status)[OUTAGE]['reason']}"})
-        error = None
     if status.status == "CANCELLED" and _deaths(status) >= MOST_DEATHS:
         state = JobState.FAILED
         error = f"{MOST_DEATHS} workers died with this search, one after the other: see their logs"
@@ -275,7 +240,7 @@ def _job(status: WorkflowStatus) -> SearchJob:
         dataset=config.get("dataset", ""),
         created_seconds=(status.created_at or 0) / 1000,
         worker=status.executor_id if state is JobState.RUNNING else None,
-        progress=progress,
+        progress=_progress(status),
         verdict=_attributes(status).get(VERDICT) if state is JobState.FINISHED else None,
         error=error,
         mlflow_run=status.output.get("mlflow_run") if isinstance(status.output, dict) else None,

@@ -6,6 +6,7 @@ was taken for dead, as it was silent for long, ends at once: its job may run els
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 
 OUTAGES = (StorageOutageError, TrackingOutageError, sa.exc.OperationalError)
 """Errors after which the same search may go on later."""
+PATIENCE_SECONDS = 3600.0
+"""Seconds for which a search waits for a store that does not answer, before it fails."""
+STREAK_SECONDS = 600.0
+"""Seconds of a search after which another outage counts as a new one."""
 LEAST_SECONDS = 1.0
 """Seconds between two notes of mere steps, which may be many a second."""
 EXIT_TAKEN_FOR_DEAD = EXIT_IN_A_SEARCH = 75
@@ -127,22 +132,31 @@ class SearchWorker:
             self._watch.workers.remove(self.name)
 
     def _tune(self, job: str, config: dict[str, Any]) -> dict[str, Any]:
-        """Run a search alone. One that a store interrupts is queued again: it may answer later."""
+        """Run a search alone."""
         with self._searching:  # a cancelled one still ends its trial when the next one comes
-            return self._tune_alone(job, config)
+            self._job = job
+            self._jobs.note_progress(job, JobProgress())
+            self._tell(job)
+            try:
+                return self._tune_patiently(job, config).model_dump(mode="json")
+            finally:
+                self._job = None
+                self._tell(None)
 
-    def _tune_alone(self, job: str, config: dict[str, Any]) -> dict[str, Any]:
-        self._job = job
-        self._jobs.note_start(job)
-        self._tell(job)
-        try:
-            return self._run_job(job, config, self.settings, self._jobs).model_dump(mode="json")
-        except OUTAGES as outage:
-            self._jobs.note_outage(job, first_line(outage))
-            raise
-        finally:
-            self._job = None
-            self._tell(None)
+    def _tune_patiently(self, job: str, config: dict[str, Any]) -> JobResult:
+        """Run a search, again where a store interrupts it: that may answer later."""
+        since = math.inf
+        while True:
+            began = time.monotonic()
+            try:
+                return self._run_job(job, config, self.settings, self._jobs)
+            except OUTAGES as outage:
+                now = time.monotonic()
+                since = now if now - began > STREAK_SECONDS else min(since, now)
+                if now - since > PATIENCE_SECONDS or self._jobs.is_cancelled(job):
+                    raise
+                self._jobs.note_progress(job, JobProgress(message=f"waits: {first_line(outage)}"))
+            self._stopped.wait(self.settings.beat)
 
     def _tell(self, job: str | None) -> None:
         with suppress(sa.exc.SQLAlchemyError):
