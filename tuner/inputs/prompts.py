@@ -110,7 +110,8 @@ class PromptReader:
         if PLACEHOLDER in content.text:
             raise DatasetError(
                 f"{name} holds a placeholder in place of the prompt: SPEED-Bench's script prepare.py (in "
-                "github.com/NVIDIA-NeMo/Skills, nemo_skills/dataset/speed-bench) fetches the texts; give --dataset its file, such as qualitative.jsonl"
+                "github.com/NVIDIA-NeMo/Skills, nemo_skills/dataset/speed-bench) fetches the texts; give --dataset its file, such "
+                "as qualitative.jsonl"
             )
         try:
             found = self._encoded(content)

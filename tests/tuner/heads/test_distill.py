@@ -230,10 +230,9 @@ class TestRefusals:
         self, run_distill: DistillCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         honest = os.fsync
-        calls = iter(range(10))
 
         def full(file: int) -> None:
-            if next(calls) == 1:
+            if "exit_head_3" in str(Path(f"/proc/self/fd/{file}").readlink()):
                 raise OSError(errno.ENOSPC, "No space left on device")
             honest(file)
 
