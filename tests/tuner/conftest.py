@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import inspect
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -21,13 +20,12 @@ from decoding.fingerprint import fingerprint
 from decoding.probe import Capabilities, probe
 from decoding.profile import DraftProfile, TargetIdentity
 from decoding.target import Target
-from decoding.timing.round_costs import measure_round_costs
 from tests.support.commands import SearchCommand, command_line
 from tests.support.postgres import postgres
+from tests.support.quick_search import measure_costs_once
 from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
 from tuner.cli.main import main
 from tuner.inputs.reader import READER
-from tuner.measuring.cost_table import measure_cost_table
 from tuner.tracking import DatasetInput, Tracker
 
 
@@ -109,12 +107,8 @@ def probed_once(monkeypatch: pytest.MonkeyPatch, _found_by_probes: dict[object, 
 
 @pytest.fixture
 def quick_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure costs of passes and rounds in a single sweep, where usually seconds are spent: no test with this looks at them."""
-    monkeypatch.setattr("tuner.measuring.cost_table.FEWEST_SWEEPS", 1)
-    monkeypatch.setattr("tuner.measuring.cost_table.PATIENCE", 1)
-    monkeypatch.setattr("decoding.timing.round_costs.FEWEST_SWEEPS", 1)
-    for measure in (measure_cost_table, measure_round_costs):
-        monkeypatch.setitem(inspect.unwrap(measure).__kwdefaults__, "budget_seconds", 0.0)
+    """For tests that look at no costs."""
+    measure_costs_once(monkeypatch)
 
 
 @pytest.fixture

@@ -97,23 +97,6 @@ def test_search_of_another_batch_size_is_not_mixed_in(run_search: SearchCommand,
     assert refused.exit_code == 2
     assert "was a search with another batch size: choose another --experiment or --storage" in refused.stderr
     assert _records("conf_layers") == before
-    other = {**settings, "experiment": "pairs", "batch_size": "2"}
-    pairs = run_search(**other)
-    assert pairs.exit_code == 0
-    assert run_search(**{**other, "batch_size": None}).exit_code == 2
-    again = run_search(**other)
-    assert "its result stands" in again.stderr
-    assert again.stdout == pairs.stdout
-    assert "1 finished trials found" in run_search(**{**other, "trials": "2"}).stderr
-
-
-def test_all_studies_search_for_batches(run_search: SearchCommand, workplace: Path) -> None:
-    result = run_search(batch_size="2", trials="2")
-    assert result.exit_code == 0, result.output
-    for study in ("conf_layers", "exit_layer", "draft_length"):
-        measured = [record.measurement for record in _records(study) if record.measurement is not None]
-        assert measured
-        assert all(each.batch_size == 2 and each.is_lossless for each in measured)
 
 
 def test_texts_that_take_turns_are_said_to(

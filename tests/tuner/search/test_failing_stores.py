@@ -19,6 +19,7 @@ from decoding.profile import DraftProfile
 from decoding.rounds import Round
 from tests.support.benches import charge
 from tests.support.commands import SearchCommand
+from tests.support.quick_search import miss_the_dead_soon
 from tests.support.refusals import refused
 from tests.support.stored_trials import stored_records
 from tuner.cli.terminal import TerminalProgress
@@ -73,6 +74,7 @@ def test_nothing_is_lost_and_the_same_command_resumes(
 ) -> None:
     charge(monkeypatch, PriceList(_price))
     monkeypatch.setattr("tuner.search.storage.LOCK_SECONDS", 0.2)
+    miss_the_dead_soon(monkeypatch)
     if fault is not None:
         with ExitStack() as over, monkeypatch.context() as patches:
             trials, shown = list[object](), TerminalProgress.trial

@@ -8,36 +8,28 @@ import signal
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import mlflow
 import pytest
 
 from benchmarks.small_search import SearchPlace
+from tests.support.quick_search import quick_planted_search
 from tests.support.stored_trials import stored_trials
+from tuner.progress import Unwatched
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, _tracking_template: Path) -> SearchPlace:
-    place = SearchPlace.made(tmp_path_factory.mktemp("joining"))
+@pytest.fixture
+def place(tmp_path: Path, _tracking_template: Path) -> SearchPlace:
+    place = SearchPlace.made(tmp_path)
     shutil.copy(_tracking_template, place.database("tracking"))
     return place
 
 
-@pytest.fixture(scope="module")
-def undisturbed(place: SearchPlace) -> Any:
-    """The winner of a search that one process runs to its end."""
-    _ended(place.start("alone"))
-    return place.winner("alone")
+def _start(place: SearchPlace, name: str, said: str) -> BaseProcess:
+    return place.process(said, quick_planted_search, place.config(name), Unwatched())
 
 
-def _ended(process: BaseProcess) -> None:
-    process.join(600)
-    assert process.exitcode == 0
-
-
-def _check(place: SearchPlace, name: str, undisturbed: Any) -> None:
-    assert place.winner(name) == undisturbed
+def _check(place: SearchPlace, name: str) -> None:
     names = [f"{name}/conf_layers", f"{name}/exit_layer"]
     trials = stored_trials(place.database("trials"), *names)
     assert {trial.state.name for trial in trials} <= {"COMPLETE", "PRUNED", "FAIL"}, "none waits or runs for ever"
@@ -50,24 +42,22 @@ def _check(place: SearchPlace, name: str, undisturbed: Any) -> None:
     assert sorted(nested) == sorted(of_records), "each trial has one run"
 
 
-def test_two_processes_join_one_search(place: SearchPlace, undisturbed: Any) -> None:
-    processes = [place.start("joined") for _ in range(2)]
-    for process in processes:
-        _ended(process)
-    _check(place, "joined", undisturbed)
-
-
-def test_a_killed_search_goes_on_to_the_same_winner(place: SearchPlace, undisturbed: Any) -> None:
-    killed, end = place.start("killed"), time.monotonic() + 600
-    while len(place.records("killed")) < 2:
+def test_processes_join_one_search_and_a_killed_one_loses_its_running_trial(place: SearchPlace) -> None:
+    alone = _start(place, "alone", "alone")
+    killed, end = _start(place, "joined", "killed"), time.monotonic() + 600
+    while len(place.records("joined")) < 2:
         assert time.monotonic() < end
         assert killed.is_alive(), "it ended by itself"
         time.sleep(0.05)
     assert killed.pid is not None
     os.kill(killed.pid, signal.SIGKILL)
     killed.join()
-    before = place.records("killed")
-    _ended(place.start("killed"))
-    after = place.records("killed")
+    before = place.records("joined")
+    processes = [alone, *(_start(place, "joined", f"joined-{number}") for number in range(2))]
+    for process in processes:
+        process.join(600)
+        assert process.exitcode == 0
+    after = place.records("joined")
     assert {key: after[key] for key in before} == before, "no finished trial is lost"
-    _check(place, "killed", undisturbed)
+    assert place.winner("joined") == place.winner("alone"), "of a search that one process runs to its end"
+    _check(place, "joined")

@@ -31,22 +31,9 @@ def records() -> list[TrialRecord]:
     return stored_records(Path("sdtune.db"), "tiny/joint")
 
 
-def test_default_search_tries_several_kinds_and_says_what_it_predicted(run_joint: SearchCommand) -> None:
-    result = run_joint()
-    assert result.exit_code == 0, result.output
-    assert "joint" in result.stdout
-    done = records()
-    assert len(done) == 4
-    assert all({"predicted_speedup", "corrected_speedup"} <= record.notes.keys() for record in done)
-    assert all(record.measurement is not None and record.measurement.is_lossless for record in done)
-    assert all(record.origin == record.notes["origin"] != "joint" for record in done)
-    shown = " ".join(result.stdout.split())
-    assert any(f"from {record.origin}" in shown for record in done), "the table says where the winner came from"
-    profile = DraftProfile.load(Path("profile.yaml"))
-    assert profile.draft.trained_head is None, "heads were not asked for"
-
-
-def test_stopped_search_goes_on_with_the_pool_it_had(run_joint: SearchCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_search_tries_several_kinds_and_goes_on_with_the_pool_it_had(
+    run_joint: SearchCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run_joint("--trials", "2").exit_code == 0
     before = records()
 
@@ -64,3 +51,11 @@ def test_stopped_search_goes_on_with_the_pool_it_had(run_joint: SearchCommand, m
     after = records()
     assert [record.candidate for record in after[:2]] == [record.candidate for record in before]
     assert len({record.candidate.key for record in after}) == 4
+    assert all({"predicted_speedup", "corrected_speedup"} <= record.notes.keys() for record in after)
+    assert all(record.measurement is not None and record.measurement.is_lossless for record in after)
+    assert all(record.origin == record.notes["origin"] != "joint" for record in after)
+    shown = " ".join(result.stdout.split())
+    assert "joint" in shown
+    assert any(f"from {record.origin}" in shown for record in after), "the table says where the winner came from"
+    profile = DraftProfile.load(Path("profile.yaml"))
+    assert profile.draft.trained_head is None, "heads were not asked for"

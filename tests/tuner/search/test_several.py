@@ -10,15 +10,20 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
+import torch
 import yaml
+from click.testing import CliRunner
 
 from benchmarks.small_search import SearchPlace
 from decoding.profile import DraftProfile
 from studies.contract import TrialRecord
+from tests.support.paths import ROOT
 from tests.support.stored_trials import stored_trials
+from tuner.cli.main import main
+from tuner.measuring.paired import Bench
 from tuner.search.storage import StudyStore
 
 LIMIT_SECONDS = 300
@@ -37,8 +42,6 @@ def place(tmp_path: Path, _tracking_template: Path) -> SearchPlace:
 
 def _start(place: SearchPlace, *arguments: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", "from tuner.cli.launch import launch; launch()", "search", "--config"]
-    # As a shell starts a background job, which ignores SIGINT.
-    in_background = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
     environment = {
         **os.environ,
         "XDG_CACHE_HOME": str(place.folder / "cache"),
@@ -47,7 +50,7 @@ def _start(place: SearchPlace, *arguments: str) -> subprocess.Popen[bytes]:
     }
     with (place.folder / "said.txt").open("wb") as said:
         return subprocess.Popen(
-            [*in_background, *command, str(place.folder / "given.yaml"), *arguments],
+            [*command, str(place.folder / "given.yaml"), *arguments],
             stdout=said,
             stderr=said,
             env=environment,
@@ -79,25 +82,55 @@ def _states(place: SearchPlace) -> Counter[str]:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a worker needs a processor of its own")
-def test_workers_measure_trials_together_and_end_with_the_first_process(place: SearchPlace) -> None:
-    said, log = place.folder / "said.txt", Path(f"{place.profile('search')}.worker-2.log")
+def test_workers_measure_trials_together_and_all_show_the_result(
+    place: SearchPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process is that of the test; it has one trial, and goes on when its worker has one."""
+    log, begun = Path(f"{place.profile('search')}.worker-2.log"), iter(range(99))
+    measure, processors = Bench.measure, os.sched_getaffinity(0)
 
-    def both_measured() -> bool:
-        return all(each.exists() and f"  {STUDY}/" in each.read_text() for each in (said, log))
+    def patient(*given: Any) -> Any:
+        end, is_second = time.monotonic() + LIMIT_SECONDS, next(begun) == 1
+        while is_second and f"  {STUDY}/" not in log.read_text():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        return measure(*given)
 
-    killed = _start(place, "--workers", "2")
-    _wait(both_measured, killed, said)
-    (worker,) = (each for each in psutil.Process(killed.pid).children() if "work()" in " ".join(each.cmdline()))
-    killed.kill()
-    killed.wait()
-    worker.wait(LIMIT_SECONDS)
-    assert "sdtune: interrupted" in log.read_text()
-    ended = _start(place, "--workers", "2")
-    assert ended.wait(LIMIT_SECONDS) == 0, said.read_text()
+    monkeypatch.setattr(Bench, "measure", patient)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    arguments = ["search", "--config", str(place.folder / "given.yaml"), "--workers", "2"]
+    monkeypatch.setattr("sys.argv", ["sdtune", *arguments])
+    try:
+        ended = CliRunner().invoke(main, arguments)
+    finally:
+        os.sched_setaffinity(0, processors)
+        torch.set_num_threads(1)
+    assert ended.exit_code == 0, ended.output
     assert f"{place.profile('search')}" in log.read_text(), "the worker shows the result too"
     DraftProfile.load(place.profile("search"))
     assert len(_records(place)) == NUM_TRIALS
     assert set(_states(place)) <= {"COMPLETE", "PRUNED", "FAIL"}
+
+
+WORKER = """
+import sys, time, types
+program = types.ModuleType("tuner.cli.main")
+program.main = lambda: (print("begun", flush=True), time.sleep(600))
+sys.modules["tuner.cli.main"] = program
+from tuner.cli.launch import work
+work()
+"""
+
+
+def test_a_worker_ends_with_the_process_that_started_it() -> None:
+    """Also where a shell started it in the background, which ignores SIGINT."""
+    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-c", WORKER]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=ROOT) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"begun\n"
+        _, said = worker.communicate(timeout=LIMIT_SECONDS)  # closes its stdin, as the end of this process would
+    assert b"KeyboardInterrupt" in said
 
 
 def test_a_killed_node_of_a_ray_cluster_loses_its_running_trial_alone(place: SearchPlace) -> None:
