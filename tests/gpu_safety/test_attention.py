@@ -19,7 +19,7 @@ from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.runners.buckets import GPU_BUCKETS
 from decoding.runners.static import StaticRunner
-from decoding.target import ResumeView, Target
+from decoding.target import Target
 from decoding.target.attention import attention_backends
 from decoding.text import Ending
 from tests.support.families import NUM_LAYERS, build
@@ -68,29 +68,6 @@ def test_number_of_mask_operations_is_independent_of_the_layers(family: str, num
     with MaskOperations(GPU_BUCKETS.reach(CONTEXT)) as operations:
         target.forward(TOKEN_IDS[:, :width], cache, CONTEXT)
     assert operations.counts.total() <= 2 * num_kinds < NUM_LAYERS, operations.counts
-
-
-@torch.no_grad()
-def test_inputs_are_narrowed_to_the_last_position_once_for_all_blocks() -> None:
-    target, cache = static_target("llama")
-    counts = []
-    for boundary in (1, NUM_LAYERS - 1):
-        view, states = ResumeView(target, boundary), torch.randn(1, 2, 32)
-        view.forward(TOKEN_IDS[:, :3], cache, CONTEXT, states)
-        with Selections() as selections:
-            view.forward(TOKEN_IDS[:, :3], cache, CONTEXT, states)
-        counts.append(selections.count)
-    assert counts[0] == counts[1] > 0
-
-
-class Selections(TorchDispatchMode):
-    """Counts selections by index: how a pass narrows its inputs."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten.index_select.default
-        return func(*args, **(kwargs or {}))
 
 
 def allowed() -> tuple[bool, bool, bool, bool]:

@@ -13,7 +13,7 @@ from decoding.decode import Request, speculative
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import AdaEdl, DraftLengthRule, Fixed, TopProbability
 from decoding.drafters.early_exit import EarlyExitDrafter
-from decoding.drafts import EarlyExit, LayerSkip, Lookup
+from decoding.drafts import EarlyExit, LayerSkip
 from decoding.rounds import Generation
 from decoding.runners.buckets import GPU_BUCKETS
 from decoding.runners.features import NO_FEATURES, SpeedFeatures
@@ -56,22 +56,16 @@ def facts(generations: Sequence[Generation]) -> list[list[tuple[object, ...]]]:
     return [[(each.tokens, each.num_drafted, each.num_accepted) for each in one.rounds] for one in generations]
 
 
-def decode_with_head(target: Target, rule: DraftLengthRule, *, prefix_reuse: bool) -> list[Generation]:
+def decode_with_head(target: Target, rule: DraftLengthRule) -> list[Generation]:
     torch.manual_seed(0)
-    drafter = EarlyExitDrafter(target, 2, untrained_head(target), prefix_reuse=prefix_reuse)
+    drafter = EarlyExitDrafter(target, 2, untrained_head(target))
     return [Generation.collect(speculative(target, drafter, rule.controller(), request)) for request in requests()]
 
 
 WAYS: dict[str, Callable[[Target, DraftLengthRule], Sequence[Generation]]] = {
     "skip": lambda target, rule: [Decoder(target, SKIP, rule).generate(request) for request in requests()],
     "skip in a batch": lambda target, rule: Decoder(target, SKIP, rule).generate_batch(requests()).generations,
-    "lookup first": lambda target, rule: (
-        Decoder(target, SKIP.model_copy(update={"lookup": Lookup(max_tokens=3)}), rule)
-        .generate_batch(requests())
-        .generations
-    ),
-    "exit with head": partial(decode_with_head, prefix_reuse=False),
-    "exit with head, prefix reused": partial(decode_with_head, prefix_reuse=True),
+    "exit with head": decode_with_head,
 }
 
 

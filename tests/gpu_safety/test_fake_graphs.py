@@ -1,6 +1,6 @@
 """Recorded passes under the rules of CUDA graphs: every drafter, rule, batch and family writes the eager text.
 
-The second half plants defects in passes and in recorders, and checks that they are found.
+The second half plants defects in passes, and checks that they are found.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from decoding.decoder import Decoder, plain_decoder
 from decoding.runners.buckets import GPU_BUCKETS
 from decoding.runners.features import SpeedFeatures
 from decoding.target import Target
-from tests.support.fake_graphs import FakeGraph, FakeGraphs, RecordingError
+from tests.support.fake_graphs import FakeGraphs, RecordingError
 from tests.support.families import PROMISED, build, target_of
 from tests.support.grid import RULES
 from tests.support.recorded_decoding import (
@@ -113,69 +112,6 @@ def test_text_that_outgrows_its_recordings_is_the_eager_text() -> None:
     assert graphs.num_replayed > 24
 
 
-# --- wrong recorders --------------------------------------------------------------------------------------------------
-
-
-class WrongGraphs(FakeGraphs):
-    """Fake graphs whose replays are wrong once `is_wrong`."""
-
-    is_wrong = False
-
-    def play(self, graph: FakeGraph) -> Any:
-        return self.play_wrongly(graph) if self.is_wrong else super().play(graph)
-
-    def play_wrongly(self, graph: FakeGraph) -> Any:
-        raise NotImplementedError
-
-
-class EmptyGraphs(WrongGraphs):
-    """Replays compute nothing, as those of a recording on another device's stream: outputs stay what they were."""
-
-    def play_wrongly(self, graph: FakeGraph) -> Any:
-        return graph.recorded_outputs.copied()
-
-
-class SharingGraphs(WrongGraphs):
-    """Outputs stay in the memory of the recording, which later passes use."""
-
-    def play_wrongly(self, graph: FakeGraph) -> Any:
-        graph.replay()
-        graph.finish()
-        return graph.outputs
-
-
-class ForgetfulGraphs(WrongGraphs):
-    """Replays lose what they write to memory of others, such as keys and values."""
-
-    def play_wrongly(self, graph: FakeGraph) -> Any:
-        with torch.inference_mode():
-            memories = [external.tensor() for external in graph.externals.values()]
-            contents = [memory.clone() for memory in memories]
-            outputs = FakeGraphs.play(self, graph)
-            for memory, content in zip(memories, contents, strict=True):
-                memory.copy_(content)
-        return outputs
-
-
-def plain_text_with(recorder: WrongGraphs) -> tuple[int, ...]:
-    """Decode with a recorder that is right while the target is checked, which would refuse it, and wrong afterwards."""
-    target = recorded_target("llama", recorder)
-    recorder.is_wrong = True
-    text = plain_decoder(target).generate(requests()[-1]).tokens
-    assert recorder.num_replayed > 0
-    return text
-
-
-@pytest.mark.parametrize("graphs", [EmptyGraphs, ForgetfulGraphs, SharingGraphs])
-def test_wrong_recorder_writes_another_text(graphs: type[WrongGraphs]) -> None:
-    try:
-        text = plain_text_with(graphs())
-    except IndexError:
-        assert graphs is SharingGraphs, "only poisoned outputs are no tokens"
-        return
-    assert text != eager_texts("llama")[-1]
-
-
 # --- wrong passes -----------------------------------------------------------------------------------------------------
 
 
@@ -198,14 +134,6 @@ def play_twice(run: Callable[[], Value], given: Tensor, graphs: FakeGraphs | Non
         given.fill_(number)
         found.append(play().tensor.tolist())
     return [first.tensor.tolist(), *found]
-
-
-def test_recording_leaves_memory_as_it_was() -> None:
-    given, counter = torch.ones(1), torch.zeros(1)
-    graphs = FakeGraphs()
-    _, play = graphs.record(lambda: Value(counter.add_(given)))
-    assert counter.item() == 1.0, "the warm-up counts, the recording does not"
-    assert play().tensor.item() == 2.0
 
 
 def test_a_number_of_the_host_stays_what_it_was() -> None:
@@ -262,13 +190,3 @@ def test_memory_that_was_freed_is_an_error() -> None:
     scratch[0] = torch.ones(3)
     with pytest.raises(RecordingError, match="memory that was freed"):
         play()
-
-
-def test_memory_of_nobody_is_a_stranger() -> None:
-    graphs, given, scratch = FakeGraphs(), torch.ones(3), torch.ones(2, 3)
-    _, play = graphs.record(lambda: Value(given + scratch[0]))
-    assert graphs.strangers({"buffer": given, "others": [scratch]}) == []
-    (stranger,) = graphs.strangers({"buffer": given})
-    assert stranger.size == (2, 3)
-    del play
-    assert graphs.strangers() == [], "recordings that are gone read nothing"

@@ -38,14 +38,11 @@ from studies.contract import Candidate
 from tests.support.benches import bench_on, per_token
 from tests.support.heads import write_heads
 from tests.support.recorders import CountingRecorder, WatchingClock, recorded_by, unchecked
-from tests.support.records import measurement, record
 from tests.support.tiny import tiny_llama
 from tuner.measuring import cost_table, pass_timer
 from tuner.measuring.cost_table import measure_cost_table
 from tuner.measuring.paired import Bench
 from tuner.measuring.pass_timer import PassTimer
-from tuner.progress import Unwatched
-from tuner.search.race import race
 
 BUCKETS = replace(GPU_BUCKETS, slot_step=64)
 """Many steps on short sequences, which a CPU decodes quickly."""
@@ -151,13 +148,6 @@ def test_nothing_is_recorded_while_a_batch_is_timed(draft: str, rule: str, how: 
     assert clock.recorded == {PlainDecoding(): 0, candidate.draft: 0}
 
 
-def test_nothing_is_recorded_while_sampling_is_timed(workplace: Workplace) -> None:
-    bench, clock = workplace.bench(2, decoding=Decoding(temperature=0.8))
-    candidate = workplace.candidate("lookup, then skip", "fixed")
-    bench.measure(candidate, range(2))
-    assert clock.recorded == {PlainDecoding(): 0, candidate.draft: 0}
-
-
 def test_candidate_that_was_measured_before_records_nothing(shared: Workplace) -> None:
     bench, _ = shared.bench(3)
     candidates = [shared.candidate("skip", "fixed"), shared.candidate("exit with a head", "Beta Thompson")]
@@ -166,20 +156,6 @@ def test_candidate_that_was_measured_before_records_nothing(shared: Workplace) -
     before = shared.recorder.num_recorded
     for each in candidates:
         bench.measure(bench.warm_up_rule(each, range(1)), range(1, 3))
-    assert shared.recorder.num_recorded == before
-
-
-def test_laps_of_a_race_record_nothing(shared: Workplace) -> None:
-    bench, _ = shared.bench(4)
-    chosen = [shared.candidate(draft, "fixed") for draft in ("skip", "exit with a head")]
-    for each in chosen:
-        bench.measure(each, range(1))
-    before = shared.recorder.num_recorded
-    trials = [
-        record(number=number).model_copy(update={"candidate": each, "measurement": measurement([1.0])})
-        for number, each in enumerate(chosen)
-    ]
-    race(trials, bench, range(1, 4), Unwatched())
     assert shared.recorder.num_recorded == before
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from functools import partial
 
@@ -57,33 +56,12 @@ def test_stale_shared_passes_are_refused() -> None:
     assert "when it is repeated" in str(target.unbatchable_reason)
 
 
-def test_checking_leaves_no_recording_bound_to_memory_that_is_gone() -> None:
-    target = target_with(CountingRecorder())
-    assert target.unbatchable_reason is None
-    runner = target.runner
-    assert isinstance(runner, StaticRunner)
-    bound = {key[1] for known in runner._prepared.values() for key in known}
-    assert bound <= set(runner._storages)
-
-
 SHORT = Request(list(range(5, 20)), Ending(12))
 
 
 def target_and_recorder() -> tuple[Target, CountingRecorder]:
     recorder = CountingRecorder()
     return Target(tiny_llama(), partial(StaticRunner, compiled=False, buckets=GPU_BUCKETS, recorder=recorder)), recorder
-
-
-def test_other_free_storages_change_nothing() -> None:
-    target, recorder = target_and_recorder()
-    plain_decoder(target).generate(SHORT)
-    held = [target.new_cache(30), target.new_cache(30), target.new_cache(30)]
-    del held
-    gc.collect()
-    before = recorder.num_recorded
-    for _ in range(6):
-        plain_decoder(target).generate(SHORT)
-    assert recorder.num_recorded == before
 
 
 def test_nothing_is_forgotten_when_the_longest_sequence_is_reserved_first() -> None:

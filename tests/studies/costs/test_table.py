@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
 from studies.costs.fit import fit_costs
@@ -16,7 +15,6 @@ from studies.costs.table import CostError, CostTable, TermSeconds
 from studies.costs.terms import BlockKinds, DraftStep, Pass, Terms, Verification
 from tests.support.costs import assert_monotone
 from tests.support.families import SUPPORTED, target_of
-from tests.support.tiny import tiny_target
 
 ALIKE = BlockKinds(frame=(0,) * 12, attention=(0,) * 12, mlp=(0,) * 12)
 MIXED = BlockKinds(
@@ -108,21 +106,14 @@ def test_blocks_before_the_first_skip_take_one_token_with_known_states(
     assert nothing_drafted == table.plain_seconds(context=64) == pytest.approx(5.25 + 12 * 5.9, rel=1e-6)
 
 
-@pytest.mark.parametrize("num_tokens", [4096, 1024, 100, 5000])
+@pytest.mark.parametrize("num_tokens", [1024, 5000])
 def test_draft_from_fewer_tokens_saves_rows_of_the_lm_head(num_tokens: int) -> None:
     head = {"head": "h.safetensors", "head_sha256": "0" * 64}
     whole, narrow = EarlyExit(exit_layer=4, **head), EarlyExit(exit_layer=4, draft_vocabulary=num_tokens, **head)
     table = known_table(MIXED)
     saved = table.draft_seconds(whole, context=64) - table.draft_seconds(narrow, context=64)
     assert saved == pytest.approx(3.0 * max(0.0, 1 - num_tokens / NUM_TOKENS), rel=1e-6, abs=1e-6)
-    assert CostTable.model_validate(table.model_dump()) == table
-
-
-def test_nothing_is_saved_where_all_tokens_are_computed() -> None:
-    table = known_table(ALIKE, num_tokens=None)
-    narrow = EarlyExit(exit_layer=4, head="h.safetensors", head_sha256="0" * 64, draft_vocabulary=8)
-    whole = narrow.model_copy(update={"draft_vocabulary": None})
-    assert table.draft_seconds(narrow, context=64) == table.draft_seconds(whole, context=64)
+    assert CostTable.model_validate_json(table.model_dump_json()) == table
 
 
 def test_an_exit_costs_its_blocks_and_a_head_one_more() -> None:
@@ -199,14 +190,6 @@ def test_missing_layers_are_refused(kinds: BlockKinds, draft: LayerSkip | EarlyE
             predict()
 
 
-def test_negative_lengths_are_refused() -> None:
-    table = known_table(ALIKE)
-    with pytest.raises(ValueError, match="got -1"):
-        table.verify_seconds(LayerSkip(), -1, context=64, prefix_reuse=True)
-    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
-        table.round_costs(LayerSkip(), 0, context=64, prefix_reuse=True)
-
-
 def noisy(timed: list[Pass], spread: Callable[[], float]) -> dict[Pass, float]:
     return {each: seconds_of(ALIKE, each) * spread() for each in timed}
 
@@ -223,15 +206,6 @@ def test_the_error_is_measured_on_held_out_passes() -> None:
     assert not set(fitted) & set(held_out)
 
 
-def test_one_disturbed_pass_hardly_changes_the_fit() -> None:
-    terms = Terms(ALIKE, WIDTHS, CONTEXTS)
-    fitted, held_out = plan_passes(terms, seed=3)
-    timed = noisy(fitted, lambda: 1.0)
-    timed[DraftStep(LayerSkip(), 64)] *= 1.5
-    table = fit_costs(terms, timed, noisy(held_out, lambda: 1.0))
-    assert table.error.median < 0.01
-
-
 def test_costs_fall_with_skips_and_rise_with_draft_length() -> None:
     stream = np.random.default_rng(0)
     terms = Terms(ALIKE, WIDTHS, CONTEXTS)
@@ -242,36 +216,12 @@ def test_costs_fall_with_skips_and_rise_with_draft_length() -> None:
     assert_monotone(table)
 
 
-@pytest.mark.parametrize(("timed", "held_out"), [({Verification(1, 64): 1.0}, {}), ({}, {Verification(1, 64): 1.0})])
-def test_a_fit_needs_timed_and_held_out_passes(timed: dict[Pass, float], held_out: dict[Pass, float]) -> None:
-    with pytest.raises(ValueError, match="timed passes for the fit and held-out passes"):
-        fit_costs(Terms(ALIKE, WIDTHS, CONTEXTS), timed, held_out)
-
-
 def test_a_clock_without_resolution_gives_equal_costs() -> None:
     terms = Terms(ALIKE, WIDTHS, CONTEXTS)
     fitted, held_out = plan_passes(terms, seed=3)
     table = fit_costs(terms, dict.fromkeys(fitted, 0.0), dict.fromkeys(held_out, 0.0))
     costs = table.round_costs(LayerSkip.blocks((3,)), 4, context=64, prefix_reuse=True)
     assert (costs.draft_step, *costs.verify) == (1.0,) * 6
-
-
-def test_a_table_survives_serialisation() -> None:
-    table = known_table(MIXED)
-    assert CostTable.model_validate_json(table.model_dump_json()) == table
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"widths": (2, 3, 4, 5, 9)}, "the first width must be 1"),
-        ({"contexts": (256, 64)}, "contexts must ascend"),
-        ({"contexts": (64,)}, "seconds of rest must have the shape"),
-    ],
-)
-def test_an_inconsistent_table_is_refused(changes: dict[str, object], reason: str) -> None:
-    with pytest.raises(ValidationError, match=reason):
-        CostTable.model_validate({**known_table(ALIKE).model_dump(), **changes})
 
 
 def test_a_table_covers_its_measured_widths_and_contexts() -> None:
@@ -306,8 +256,3 @@ def test_kinds_of_parts_in_every_family(family: str) -> None:
     if types is not None:
         assert len({*zip(types, kinds.attention, strict=True)}) == len(set(types))
         assert len(set(kinds.attention)) >= len(set(types))
-
-
-def test_a_uniform_model_has_one_kind_of_block() -> None:
-    kinds = BlockKinds.of(tiny_target(4))
-    assert kinds == BlockKinds(frame=(0,) * 4, attention=(0,) * 4, mlp=(0,) * 4)

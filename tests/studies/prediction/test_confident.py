@@ -63,12 +63,6 @@ def test_both_confidences_and_the_whole_range_of_lambda_propose() -> None:
     assert all(origin.startswith("conf_layers (") for origin in origins)
 
 
-def test_sets_differ_and_none_is_empty_or_skips_the_first_or_last_block() -> None:
-    blocks = [each.blocks for each in confident_skips(surveyed(tiny_target(NUM_LAYERS))).sets]
-    assert len(set(blocks)) == len(blocks) > 3
-    assert all(each and each[0] > 0 and each[-1] < NUM_LAYERS - 1 for each in blocks)
-
-
 def test_several_prompts_are_read_but_not_all_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     target, read = tiny_target(NUM_LAYERS), []
 
@@ -92,7 +86,3 @@ def test_a_model_without_separate_mlps_gets_the_other_confidence_and_a_remark() 
     assert all("logit_lens_entropy" in each.origin.detail for each in found.sets)
     assert len(found.remarks) == 1
     assert "no sets of ConfLayers by sublayer_entropy: block 0 has no separate mlp module" in found.remarks[0]
-
-
-def test_two_blocks_leave_nothing_to_choose() -> None:
-    assert confident_skips(surveyed(tiny_target(2), 1)).sets == ()

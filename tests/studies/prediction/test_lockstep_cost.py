@@ -20,12 +20,11 @@ from studies.prediction.lockstep_cost import (
     Asked,
     LockstepBatches,
     ReplayedRound,
-    batches_of,
     cost_in_lockstep,
     passes_in_lockstep,
 )
 from studies.prediction.predictor import Predictor
-from studies.prediction.replay import Recording, Replayed, replay
+from studies.prediction.replay import Recording, replay
 from studies.prediction.survey import Survey
 from tests.support.costs import made_up_costs
 from tests.support.draft_recordings import recorded
@@ -72,9 +71,16 @@ def rounds_of(decoder: Decoder, requests: Sequence[Request]) -> list[list[Replay
     ]
 
 
-@pytest.mark.parametrize("prefix_reuse", [True, False])
-@pytest.mark.parametrize("lookup", [None, Lookup(max_tokens=3)])
-@pytest.mark.parametrize("kind", ["blocks", "first block", "exit", "head", "nothing is drafted now and then"])
+@pytest.mark.parametrize(
+    ("kind", "lookup", "prefix_reuse"),
+    [
+        ("blocks", None, True),
+        ("first block", Lookup(max_tokens=3), False),
+        ("exit", Lookup(max_tokens=3), True),
+        ("head", None, True),
+        ("nothing is drafted now and then", None, True),
+    ],
+)
 def test_passes_are_those_of_decoding(
     kind: str,
     lookup: Lookup | None,
@@ -158,12 +164,6 @@ def test_plain_decoding_of_a_batch_takes_as_long_as_its_longest_text() -> None:
     assert replayed.costs_per_token == pytest.approx((1.0, 1.0))
 
 
-def test_batches_are_of_consecutive_sequences() -> None:
-    assert batches_of((0, 1, 2, 3, 4, 5), 2) == {0: (0, 1), 1: (2, 3), 2: (4, 5)}
-    assert batches_of((0, 2, 3), 2) == {0: (0,), 1: (1, 2)}
-    assert batches_of((1, 4), 1) == {1: (0,), 4: (1,)}
-
-
 @pytest.mark.parametrize("draft", [LayerSkip.blocks((1, 2)), PromptLookup(), EarlyExit(exit_layer=2, lookup=Lookup())])
 def test_predictions_are_in_lockstep_where_passes_are_shared(draft: Any, target: Target, survey: Survey) -> None:
     def predictor(**how: Any) -> Predictor:
@@ -190,9 +190,3 @@ def test_sequences_that_cannot_share_passes_are_predicted_singly(
     turns = Predictor(survey, made_up_costs(target), max_tokens=4, batch_size=2)
     assert turns.predict(draft, rule).replayed == alone.predict(draft, rule).replayed
     assert turns.parts == {0: (0, 1), 1: (2,)}
-
-
-def test_speedup_on_texts_of_different_length_is_that_of_their_seconds() -> None:
-    replayed = Replayed(80, 40, 40, 60.0, costs_per_token=(1.0, 0.5), plain_passes=(10, 70))
-    assert replayed.speedup_on([0, 1]) == pytest.approx(80 / (10 * 1.0 + 70 * 0.5))
-    assert replayed.speedup_on([1]) == pytest.approx(2.0)

@@ -70,13 +70,6 @@ def space() -> SkipSpace:
     return SkipSpace.of(tiny_target(NUM_LAYERS))
 
 
-def test_items_are_the_sublayers_and_sets_of_them_are_drafts(space: SkipSpace) -> None:
-    assert len(space.items) == 2 * NUM_LAYERS
-    draft = LayerSkip(skip_attention=(1, 4), skip_mlp=(4,))
-    assert space.draft(space.chosen(draft)) == draft
-    assert space.draft(()) == LayerSkip()
-
-
 def test_items_may_be_whole_blocks() -> None:
     space = SkipSpace.of(tiny_target(NUM_LAYERS), whole_blocks=True)
     assert space.items == tuple(LayerSkip.blocks((index,)) for index in range(NUM_LAYERS))
@@ -110,7 +103,7 @@ def test_effort_is_bounded_and_the_best_come_first(space: SkipSpace) -> None:
     assert LayerSkip() not in {each.draft for each in found}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_knapsacks_do_the_least_harm_for_what_they_save(seed: int) -> None:
     harms = [((seed + 3) * (index + 2) * 37 % 19 + 1) / 10 for index in range(7)]
     savings = [1.0 + (index % 2) for index in range(7)]
@@ -119,18 +112,6 @@ def test_knapsacks_do_the_least_harm_for_what_they_save(seed: int) -> None:
         others = [other for size in range(8) for other in combinations(range(7), size)]
         enough = [other for other in others if sum(savings[index] for index in other) >= saved - 1e-9]
         assert harm == pytest.approx(min(sum(harms[index] for index in other) for other in enough))
-
-
-def test_neighbours_are_the_same_sublayer_of_adjacent_blocks(space: SkipSpace) -> None:
-    items = [LayerSkip(skip_attention=(2,)), LayerSkip(skip_attention=(3,)), LayerSkip(skip_mlp=(3,))]
-    attention_2, attention_3, mlp_3 = (space.items.index(item) for item in items)
-    assert space.neighbours(attention_2, attention_3)
-    assert not space.neighbours(attention_2, mlp_3)
-    assert not space.neighbours(attention_3, mlp_3)
-    assert not space.neighbours(attention_2, attention_2)
-    blocks = SkipSpace.of(tiny_target(NUM_LAYERS), whole_blocks=True)
-    assert blocks.neighbours(1, 2)
-    assert not blocks.neighbours(1, 3)
 
 
 def test_sets_without_neighbours_are_proposed_where_skips_in_a_row_do_more_harm(space: SkipSpace) -> None:
@@ -152,12 +133,7 @@ def test_sets_without_neighbours_are_proposed_where_skips_in_a_row_do_more_harm(
     assert len(sublayers(best.draft)) == NUM_LAYERS, "every other attention and every other MLP"  # type: ignore[arg-type]
 
 
-def test_knapsacks_save_more_and_more() -> None:
-    chosen = knapsacks([0.5, 0.1, 0.9, 0.2], [1.0, 1.0, 1.0, 1.0], 8)
-    assert [sorted(each) for each in chosen] == [[1], [1, 3], [0, 1, 3]]
-
-
-@pytest.mark.parametrize("num_harmless", [1, 4, 7, 11])
+@pytest.mark.parametrize("num_harmless", [1, 7])
 def test_along_the_order_of_harm_the_best_count_is_found(space: SkipSpace, num_harmless: int) -> None:
     sublayers_of_all = list(everywhere(0))
     harmless = sublayers_of_all[::2][:num_harmless] + sublayers_of_all[1::2][: max(num_harmless - 6, 0)]
@@ -223,10 +199,3 @@ def test_a_set_reached_by_moves_names_the_set_they_started_from(
     }
     assert moved
     assert all(origin.startswith("moves (from ") for origin in moved)
-
-
-def test_remarks_on_confidences_that_cannot_be_read_are_kept(space: SkipSpace, monkeypatch: pytest.MonkeyPatch) -> None:
-    proposing(monkeypatch, remarks=("no sets of ConfLayers by x: no module",))
-    proposals = Proposals(space, MadeUp(everywhere(0.3)))  # type: ignore[arg-type]
-    list(proposals.rate())
-    assert proposals.remarks == ["no sets of ConfLayers by x: no module"]

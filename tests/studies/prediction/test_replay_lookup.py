@@ -9,7 +9,7 @@ import torch
 
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
-from decoding.draft_length import BetaThompson, DraftLengthRule, Fixed, RoundCosts, TopProbability
+from decoding.draft_length import BetaThompson, DraftLengthRule, Fixed, RoundCosts
 from decoding.drafters.prompt_lookup import look_up
 from decoding.drafts import (
     EarlyExit,
@@ -55,7 +55,6 @@ def texts(target: Target) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     "front",
     [
-        Lookup(max_tokens=3),
         Lookup(max_ngram=4, min_ngram=2, max_tokens=6),
         SuffixLookup(max_tokens=6),
     ],
@@ -80,9 +79,7 @@ def test_rounds_with_a_lookup_before_a_draft_equal_decoding(
     assert replayed.tokens == sum(each.num_decoded for each in decoded)
 
 
-@pytest.mark.parametrize(
-    "rule", [Fixed(max_tokens=4), TopProbability(max_tokens=6), BetaThompson(max_tokens=5)], ids=lambda rule: rule.rule
-)
+@pytest.mark.parametrize("rule", [Fixed(max_tokens=4), BetaThompson(max_tokens=5)], ids=lambda rule: rule.rule)
 @pytest.mark.parametrize("draft", [PromptLookup(max_ngram=2), SuffixDraft()], ids=lambda draft: draft.kind)
 def test_rounds_of_a_lookup_alone_are_those_of_decoding(
     target: Target, texts: list[tuple[int, ...]], draft: PromptLookup | SuffixDraft, rule: DraftLengthRule

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,8 +20,7 @@ from decoding.drafters.prompt_lookup import look_up
 from decoding.drafts import EarlyExit, LayerSkip, PromptLookup
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
-from decoding.target import DraftView, Target
-from decoding.target.states import exit_states
+from decoding.target import Target
 from decoding.text import Ending, Shaping, TokenSequence
 from studies.prediction.cosine import cosine_skips
 from studies.prediction.survey import JoinedSurvey, Survey
@@ -78,8 +76,7 @@ def test_recorded_rounds_are_rounds_of_a_real_drafter(
     assert 0.1 < recordings[0].agreement < 1.0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("exit_layer", [2, 4])
+@pytest.mark.parametrize(("temperature", "exit_layer"), [(0.0, 2), (0.8, 4)])
 def test_exit_is_the_skip_of_all_later_blocks(
     target: Target, texts: list[tuple[int, ...]], exit_layer: int, temperature: float
 ) -> None:
@@ -105,21 +102,6 @@ def test_depth_changes_what_a_draft_reads_of_its_own_only(target: Target, texts:
     assert [s.entropy for s in shallow[0].seen] != pytest.approx([s.entropy for s in deep[0].seen], abs=1e-6)
 
 
-def test_draft_is_recorded_once(target: Target, texts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    survey = Survey(target, PROMPTS, texts)
-    passes: list[Any] = []
-    honest = DraftView.rounds
-
-    def rounds(view: DraftView, *args: Any) -> Any:
-        passes.append(args)
-        return honest(view, *args)
-
-    monkeypatch.setattr(DraftView, "rounds", rounds)
-    one, two, three = survey.record_all([SKIPS[0], SKIPS[1], SKIPS[0]])
-    assert one is three is survey.record(SKIPS[0]) is not two
-    assert len(passes) == 2
-
-
 @pytest.mark.parametrize("limits", [MemoryLimits(kept=0), MemoryLimits(kept=0, gathered=0)])
 def test_survey_in_little_memory_records_the_same(
     target: Target, texts: list[tuple[int, ...]], limits: MemoryLimits
@@ -134,45 +116,12 @@ def test_survey_in_little_memory_records_the_same(
     assert cosine_skips(tight, [1, 2, 3]) == cosine_skips(Survey(target, PROMPTS, texts), [1, 2, 3])
 
 
-def test_states_of_one_exit_at_a_time_are_kept_in_little_memory(
-    target: Target, texts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[int, ...]] = []
-    honest = exit_states
-
-    def noted(target: Target, token_ids: Any, exit_layers: Sequence[int], **options: Any) -> Any:
-        asked.append(tuple(exit_layers))
-        return honest(target, token_ids, exit_layers, **options)
-
-    monkeypatch.setattr("studies.prediction.survey.exit_states", noted)
-    survey = Survey(
-        target,
-        PROMPTS[:1],
-        texts[:1],
-        exits=[EarlyExit(exit_layer=2), EarlyExit(exit_layer=4)],
-        limits=MemoryLimits(kept=0),
-    )
-    survey.record_all([EarlyExit(exit_layer=layer) for layer in (5, 4, 2)])
-    assert asked == [(2,), (4,), (5,)]
-
-
 def test_trained_head_is_recorded_through_its_file(
     target: Target, texts: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
     drafts = write_heads(target, tmp_path, [NUM_LAYERS - 1])
     survey = Survey(target, PROMPTS, texts, heads=HeadFolder(target, tmp_path))
     assert all(recording.agreement == 1.0 for recording in survey.record(drafts[NUM_LAYERS - 1]))
-
-
-def test_positions_and_context_are_those_of_the_texts(target: Target, texts: list[tuple[int, ...]]) -> None:
-    survey = Survey(target, PROMPTS, texts)
-    assert survey.num_positions == 23 + 16
-    assert survey.mean_context == pytest.approx(((6 + 23 - 11.5) + (4 + 16 - 8)) / 2)
-
-
-def test_texts_of_a_single_token_are_refused(target: Target) -> None:
-    with pytest.raises(ValueError, match="at least two tokens"):
-        Survey(target, [(5, 6)], [(7,)])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -210,15 +159,6 @@ def test_contexts_stay_below_a_quarter_of_the_weights(target: Target, monkeypatc
     assert len(rounds.chunks) > 1
     known = 20 * 76 * target.num_layers * 2 * 2 * 8 * 4
     assert memory.peak < 3 * known + sum(weight.nbytes for weight in target.model.parameters())
-
-
-def test_logits_of_one_text_at_a_time_are_compared(target: Target) -> None:
-    prompts, texts = [(5, 9)] * 24, [tuple(range(1, 42))] * 24
-    survey = Survey(target, prompts, texts, exits=[EarlyExit(exit_layer=2)])
-    logits_bytes = 40 * target.config.vocab_size * 4
-    with PeakBytes(target.model) as memory:
-        survey.record(EarlyExit(exit_layer=2))
-    assert memory.peak < 20 * logits_bytes, "the logits of 24 texts do not fit"
 
 
 @torch.inference_mode()

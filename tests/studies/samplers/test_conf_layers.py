@@ -17,7 +17,7 @@ from decoding.errors import UnsupportedModelError
 from decoding.target import Target
 from decoding.target.states import sublayer_outputs
 from studies.confidence.confidences import CONFIDENCES
-from studies.confidence.selection import LambdaSchedule, select_from_scores, standardise
+from studies.confidence.selection import select_from_scores, standardise
 from studies.contract import Problem, TrialRecord
 from studies.measurement import Measurement
 from studies.samplers.conf_layers import ConfLayers, ConfLayersSettings, schedule_for
@@ -73,24 +73,6 @@ def _expected_scores(target: Target, prompt: Sequence[int], continuation: Sequen
     return standardise(confidences, "unrounded")
 
 
-def test_a_window_is_read_in_its_context() -> None:
-    # Continuations as long as the window: both forms read them after the whole prompt, and not as a text of their own.
-    texts = tuple(tuple((index * 5 + position) % 60 + 2 for position in range(32)) for index in range(4))
-    prompts = tuple(tuple((index * 11 + 7 * position) % 60 + 2 for position in range(20)) for index in range(4))
-    problem = Problem(tiny_target(8), prompts=prompts, continuations=texts, earlier={}, seed=0)
-    _, second = begun(problem, form="unrounded").run(2)
-    scores = _expected_scores(problem.target, prompts[0], texts[0])
-    schedule = LambdaSchedule(num_layers=8, skip_ratio=0.45)
-    assert second.candidate.draft == LayerSkip.blocks(schedule.select(scores, 0.0, "unrounded").skipped)
-
-
-@pytest.mark.parametrize("skip_ratio", [0.2, 0.45, 0.8])
-def test_sets_have_the_least_number_of_blocks(skip_ratio: float) -> None:
-    _, *selected = begun(skip_ratio=skip_ratio).run(6)
-    assert len(selected) == 5
-    assert all(record.notes["num_skipped"] >= int(6 * skip_ratio) + 1 for record in selected)
-
-
 def _silent_target() -> Target:
     """Return a model whose blocks add nothing, so that all confidences are equal."""
     target = tiny_target(8)
@@ -141,16 +123,6 @@ def test_the_search_ends_where_almost_all_of_many_drafts_are_accepted(drafted: i
     for _ in range(2):
         _accepting(goes_on, drafted, accepted)
     assert goes_on.ended is None
-
-
-def test_a_fixed_lambda_stays_in_every_iteration() -> None:
-    _, *selected = begun(lambda_start=0.4, lambda_step=0.0).run(5)
-    assert [record.notes["lambda"] for record in selected] == [0.4] * 4
-
-
-def test_lambda_starts_where_it_is_told() -> None:
-    _, selected = begun(lambda_start=-0.4, skip_ratio=0.1).run(2)
-    assert selected.notes["lambda"] == -0.4
 
 
 @pytest.mark.parametrize(("family", "cap"), [("qwen2", NUM_LAYERS // 3), ("qwen3", NUM_LAYERS // 3), ("llama", None)])

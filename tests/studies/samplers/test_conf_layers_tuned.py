@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import optuna
 import pytest
 import torch
 
 from decoding.draft_length import Fixed, TopProbability
-from decoding.drafts import LayerSkip, PlainDecoding
-from studies.confidence.selection import LambdaSchedule
+from decoding.drafts import PlainDecoding
 from studies.contract import Problem
 from studies.samplers.conf_layers import ConfLayers, ConfLayersSettings
 from studies.samplers.conf_layers_tuned import ConfLayersTuned, ConfLayersTunedSettings
@@ -39,14 +37,6 @@ def begun(problem: Problem, **settings: Any) -> Trying:
     return Trying(ConfLayersTuned(problem, ConfLayersTunedSettings(**settings)))
 
 
-def first_with(problem: Problem, parameters: dict[str, Any]) -> Any:
-    """The record of a trial with these parameters, before the study's own starts."""
-    stored = optuna.create_study(direction="maximize")
-    stored.enqueue_trial(parameters)
-    (record,) = Trying(ConfLayersTuned(problem, ConfLayersTunedSettings()), stored).run(1)
-    return record
-
-
 def test_the_published_settings_come_first(problem: Problem) -> None:
     study = begun(problem, num_texts=1)
     records, trials = study.run(3), study.study.trials
@@ -63,16 +53,6 @@ def test_the_published_settings_come_first(problem: Problem) -> None:
     assert records[0].candidate.draft_length == TopProbability(threshold=0.8, max_tokens=25)
     assert trials[1].params == {**trials[0].params, "confidence": "logit_lens_entropy"}
     assert trials[2].params == {**trials[0].params, "skip_ratio": 0.4, "window": 100}
-
-
-def test_windows_are_no_longer_than_the_continuations() -> None:
-    texts = tuple(tuple(range(index, index + 20)) for index in range(2))
-    problem = Problem(tiny_target(8), prompts=texts, continuations=texts, earlier={}, seed=0)
-    study = begun(problem)
-    study.run(10)
-    trials = study.study.trials
-    assert [trial.params["window"] for trial in trials[:3]] == [20] * 3
-    assert {trial.params["window"] for trial in trials} <= set(range(8, 21))
 
 
 def test_the_first_set_is_the_one_that_the_published_search_selects() -> None:
@@ -98,16 +78,6 @@ def test_every_parameter_is_in_the_records(problem: Problem) -> None:
     assert len({record.candidate.key for record in records}) > 6, "TPE goes on after the starts"
 
 
-def test_the_set_is_where_the_schedule_of_the_parameters_rests(problem: Problem) -> None:
-    record = first_with(problem, PARAMETERS)
-    schedule = LambdaSchedule(num_layers=8, skip_ratio=0.3, step=0.1)
-    assert record.notes["num_skipped"] >= schedule.least_skipped == 2
-    assert record.notes["num_skipped"] / 6 <= 0.3 + 0.25
-    assert isinstance(record.candidate.draft, LayerSkip)
-    rested = f"{record.notes['lambda']:.2g}"
-    assert record.origin == f"conf_layers_tuned (logit_lens_entropy, lambda -0.3 to {rested}, chain only)"
-
-
 def test_an_empty_set_is_plain_decoding() -> None:
     target = tiny_target(8)
     with torch.no_grad():
@@ -126,8 +96,3 @@ def test_the_best_parameters_are_remarked(problem: Problem) -> None:
     best, chain = study.sampler.remarks()
     assert best.startswith("best trial 1: confidence logit_lens_entropy, lambda_start 0.0, lambda_step 0.05, window 32")
     assert "chain only" in chain
-
-
-def test_nothing_to_read_ends_the_search() -> None:
-    problem = Problem(tiny_target(8), prompts=((1, 2),), continuations=((),), earlier={}, seed=0)
-    assert begun(problem).ended == "no tuning prompt has a continuation"

@@ -112,12 +112,6 @@ def test_any_exit_may_be_chosen_whatever_is_predicted(target: Target) -> None:
     assert study_of(target, FORECASTS[3:]).identity() == study_of(target).identity()
 
 
-def test_notes_of_a_trial_say_what_was_forecast(target: Target) -> None:
-    study = study_of(target)
-    notes = study.notes(begun(study)[0])
-    assert notes == {"predicted_speedup": 1.9, "predicted_agreement": 0.5, "predicted_acceptance": 0.6}
-
-
 def test_lengths_that_are_suggested_stay_within_the_longest_draft(target: Target) -> None:
     study = study_of(target, max_tokens=5)
     first = begun(study)[0]
@@ -178,19 +172,6 @@ def test_exit_that_the_model_does_not_have_is_refused(target: Target, heads: lis
     for wrong in (0, 10):
         with pytest.raises(ValueError, match=f"exits at layer {wrong}, but it must be 1 to 9"):
             ExitLayerSettings(exit_layers=[2, wrong], heads=heads).check(target)
-
-
-def test_no_exits_at_all_are_no_setting() -> None:
-    with pytest.raises(ValidationError, match="at least 1 item"):
-        ExitLayerSettings(exit_layers=[])
-
-
-def test_another_head_under_the_same_name_is_another_search(target: Target) -> None:
-    study = study_of(target)
-    for heads in ({**HEADS, 2: head_draft(2, "b")}, {layer: HEADS[layer] for layer in (1, 2, 3)}):
-        problem = replace(study.problem, head_drafts=heads)
-        assert ExitLayer(problem, ExitLayerSettings()).identity() != study.identity()
-    assert study_of(target, max_tokens=6).identity() != study.identity()
 
 
 def best_of(draft: EarlyExit | PlainDecoding, number: int, speedup: float = 1.5) -> Any:

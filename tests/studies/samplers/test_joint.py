@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,18 +88,6 @@ def test_it_ends_when_nothing_gets_better_or_is_within_reach(problem: Problem) -
     assert (patient.ended or "").startswith("no candidate left is likely to beat")
 
 
-def test_rules_asked_for_are_the_only_ones(problem: Problem) -> None:
-    assert not {"ada_edl_published", "max_confidence"} & set(JointSettings().rules)
-    for rules in (("ada_edl", "fixed"), ("ada_edl_published", "max_confidence")):
-        records = begun(problem, **SKIP_SETS, rules=rules)[1].run(8, as_predicted)
-        assert {record.candidate.draft_length.rule for record in records} == set(rules)
-
-
-def test_costs_are_needed(problem: Problem) -> None:
-    with pytest.raises(ValueError, match="needs the costs of model passes"):
-        begun(replace(problem, costs=None))
-
-
 def test_time_to_rate_is_limited_by_the_search_time(problem: Problem) -> None:
     settings = {**SKIP_SETS, "num_surveyed": 10_000}
     sampler, _ = begun(replace(problem, seconds=0.0), **settings)
@@ -158,15 +144,6 @@ def test_the_best_is_what_is_expected_not_what_a_trial_measured(problem: Problem
     measured, believed = records[lucky].speedup or 0.0, expected[records[lucky].candidate.key]
     assert believed < measured * 0.99, "one trial in eight is not taken at its word"
     assert best_trials(records, 1, expected=expected)[0].candidate.key == max(expected, key=lambda key: expected[key])
-
-
-def test_a_sampler_that_is_let_go_takes_its_surveys_along(problem: Problem) -> None:
-    sampler, tried = begun(problem, **SKIP_SETS)
-    alive = weakref.ref(sampler._predictor.survey)
-    tried.study.sampler = optuna.samplers.RandomSampler()
-    del sampler, tried.sampler
-    gc.collect()
-    assert alive() is None
 
 
 def test_the_pool_holds_every_kind(with_heads: Problem) -> None:
@@ -231,12 +208,6 @@ def test_without_any_draft_it_ends_at_once(problem: Problem) -> None:
     sampler, tried = begun(problem, **SMALL, kinds=("exit_head",))
     assert tried.ended == "there is no draft to search: no exit head was found, and no other kind is asked for"
     assert sampler.remarks() == []
-
-
-def test_exit_that_the_model_does_not_have_is_refused(problem: Problem) -> None:
-    JointSettings(exit_layers=(1, 5)).check(problem.target)
-    with pytest.raises(ValueError, match="exits at layer 6"):
-        JointSettings(exit_layers=(6,)).check(problem.target)
 
 
 def test_trials_of_batches_correct_the_predictions_for_batches(problem: Problem) -> None:
