@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.acceptance import Greedy, Sampling, accept_certain, accept_greedy, accept_sampled, sample
+from decoding.acceptance import Sampling, accept_certain, accept_greedy, accept_sampled, sample
 from tests.support.waits import waits
 
 
@@ -38,33 +38,6 @@ def test_greedy_accepts_up_to_the_first_disagreement() -> None:
         assert outcome(accept_greedy(ids(*drafted), ids(*choices))) == expected
 
 
-def test_greedy_chooses_and_judges_by_the_highest_score() -> None:
-    scores = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0], [0.0, 0.0, 5.0]])
-    token, probabilities = Greedy().choose(scores[0])
-    assert (token.tolist(), probabilities) == ([1], None)
-    assert outcome(Greedy().accept(ids(1, 0), None, scores)) == (2, 2)
-    assert outcome(Greedy().accept(ids(1, 2), None, scores)) == (1, 0)
-
-
-def test_draft_as_likely_as_in_the_target_is_always_accepted() -> None:
-    p = rows([0.2, 0.5, 0.3], [0.6, 0.3, 0.1], [0.0, 0.0, 1.0])
-    for seed in range(200):
-        assert outcome(accept_sampled(ids(1, 2), p[:2], p, torch.Generator().manual_seed(seed))) == (2, 2)
-
-
-def test_draft_impossible_in_the_target_is_always_rejected() -> None:
-    q, p = rows([1.0, 0.0, 0.0]), rows([0.0, 0.4, 0.6], [1.0, 0.0, 0.0])
-    outcomes = {outcome(accept_sampled(ids(0), q, p, torch.Generator().manual_seed(seed))) for seed in range(200)}
-    assert outcomes == {(0, 1), (0, 2)}
-
-
-def test_rejected_draft_is_replaced_by_what_the_target_has_more_of() -> None:
-    # max(p - q, 0) contains token 2 only; p alone would give token 0 or 1 nine times in ten.
-    q, p = rows([0.5, 0.5, 0.0]), rows([0.45, 0.45, 0.1], [1.0, 0.0, 0.0])
-    outcomes = {outcome(accept_sampled(ids(1), q, p, torch.Generator().manual_seed(seed))) for seed in range(500)}
-    assert outcomes == {(1, 0), (0, 2)}
-
-
 def test_residual_that_rounding_leaves_empty_is_sampled_from_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     # Here q is p, and the largest draw there is; rounding alone decides whether it is below q.
     q = rows([0.5, 0.5])
@@ -80,7 +53,7 @@ def test_certain_drafts_are_judged_as_those_sampled_from_one_point() -> None:
     drafted = ids(0, 3, 3)
     points = torch.nn.functional.one_hot(drafted, 6).float()
     outcomes = set()
-    for seed in range(300):
+    for seed in range(60):
         judged = outcome(accept_certain(drafted, p, torch.Generator().manual_seed(seed)))
         assert judged == outcome(accept_sampled(drafted, points, p, torch.Generator().manual_seed(seed)))
         outcomes.add(judged)
@@ -102,14 +75,8 @@ def test_sampling_never_draws_what_a_processor_removed() -> None:
     sampling = Sampling(torch.Generator().manual_seed(0))
     scores = torch.tensor([0.0, float("-inf"), 1.0])
     assert {int(sampling.choose(scores)[0]) for _ in range(200)} == {0, 2}
-    outcomes = {outcome(sampling.accept(ids(0), rows([1.0, 0.0, 0.0]), scores.repeat(2, 1)))[1] for _ in range(200)}
+    outcomes = {outcome(sampling.accept(ids(0), rows([1.0, 0.0, 0.0]), scores.repeat(2, 1)))[1] for _ in range(60)}
     assert outcomes == {0, 2}
-
-
-def test_sampling_takes_drafts_without_probabilities_for_certain() -> None:
-    scores = torch.tensor([[0.0, float("-inf")], [float("-inf"), 0.0]])
-    assert outcome(Sampling().accept(ids(0), None, scores)) == (1, 1)
-    assert outcome(Sampling().accept(ids(1), None, scores)) == (0, 0)
 
 
 @pytest.mark.parametrize("num_drafted", [0, 4])

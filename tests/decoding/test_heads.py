@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import weakref
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from decoding.exit_heads import (
     save_head,
 )
 from decoding.fingerprint import fingerprint
-from decoding.head_folder import HeadFolder, list_heads
+from decoding.head_folder import HeadFolder
 from decoding.memory import without_garbage_collection
 from decoding.target import DraftVocabulary, Target
 from decoding.target.heads import new_exit_head
@@ -62,12 +61,6 @@ def test_heads_of_the_folder_are_found_and_the_others_are_missing(target: Target
     nowhere = HeadFolder(target, tmp_path / "nowhere")
     assert nowhere.drafts((1, 2), held_out=HELD_OUT) == {}
     assert nowhere.missing((2, 1)) == (1, 2)
-
-
-def test_head_of_another_model_is_refused(target: Target, tmp_path: Path) -> None:
-    write_heads(tiny_target(seed=1), tmp_path, [2])
-    with pytest.raises(ExitHeadError, match=r"exit_head_2.*belongs to another model: name another folder with --heads"):
-        find(target, tmp_path, (2,))
 
 
 def test_head_under_the_name_of_another_exit_is_refused(target: Target, tmp_path: Path) -> None:
@@ -109,14 +102,6 @@ def test_head_in_the_folder_of_the_profile_is_copied_too(target: Target, tmp_pat
     assert not list(tmp_path.glob("other.*"))
 
 
-def test_heads_of_a_folder_are_told_apart_by_exit(target: Target, tmp_path: Path) -> None:
-    with pytest.raises(ExitHeadError, match=r"there is no exit head in .*: `sdtune distill --out"):
-        list_heads(tmp_path)
-    write_heads(target, tmp_path, [3, 2])
-    HeadFolder(target, tmp_path).copy_beside(EarlyExit(exit_layer=2), tmp_path / "code.yaml")
-    assert list(list_heads(tmp_path)) == [2, 3]
-
-
 def test_folder_and_its_heads_are_gone_as_soon_as_they_are_dropped(target: Target, tmp_path: Path) -> None:
     draft = write_heads(target, tmp_path, [2])[2]
     folder = HeadFolder(target, tmp_path)
@@ -124,19 +109,6 @@ def test_folder_and_its_heads_are_gone_as_soon_as_they_are_dropped(target: Targe
     with without_garbage_collection():
         del folder
         assert [each() for each in left] == [None, None]
-
-
-def test_few_heads_are_kept_in_memory(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decoding.head_folder.MAX_LOADED", 2)
-    drafts = write_heads(target, tmp_path, [1, 2, 3])
-    folder = HeadFolder(target, tmp_path)
-    first = folder.get(drafts[1])
-    second = weakref.ref(folder.get(drafts[2]))
-    assert folder.get(drafts[1]) is first
-    folder.get(drafts[3])
-    assert folder.get(drafts[1]) is first, "it was used later than the one that was dropped"
-    gc.collect()
-    assert second() is None
 
 
 def facts_of(target: Target, exit_layer: int = 2) -> HeadFacts:
@@ -195,12 +167,6 @@ def test_vocabulary_of_another_model_is_refused(target: Target, tmp_path: Path) 
         save_head(path, head, facts_of(target).model_copy(update=claims))
         with pytest.raises(ExitHeadError, match="its draft vocabulary is not one of this model"):
             load_exit_head(path, target, 2)
-
-
-def test_head_is_loaded_in_the_precision_of_the_target(target: Target, path: Path) -> None:
-    half = {name: tensor.bfloat16() for name, tensor in load_file(path).items()}
-    save_file(half, path, metadata={METADATA_KEY: facts_of(target).model_dump_json(by_alias=True)})
-    assert {parameter.dtype for parameter in load_exit_head(path, target, 2).block.parameters()} == {torch.float32}
 
 
 def test_head_of_another_model_or_exit_is_refused(target: Target, path: Path) -> None:

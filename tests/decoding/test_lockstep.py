@@ -20,7 +20,7 @@ from decoding.draft_length import AdaEdl, BetaThompson, Fixed, RoundCosts, TopPr
 from decoding.drafts import Draft, LayerSkip, Lookup, PlainDecoding
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
-from decoding.rounds import Prefill, Round
+from decoding.rounds import Round
 from decoding.runners import static
 from decoding.runners.buckets import Buckets
 from decoding.runners.compilation import compiling
@@ -31,7 +31,7 @@ from decoding.runners.shared_pass import RowInputs, Rows, compute_rows
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
 from decoding.text import Ending, Shaping
-from tests.support.families import PROMISED, VOCABULARY, build, target_of
+from tests.support.families import VOCABULARY, build, target_of
 from tests.support.heads import write_heads
 from tests.support.shared_passes import watch_shared_passes
 from tests.support.tiny import tiny_target
@@ -59,10 +59,6 @@ def _decode_each_alone(decoder: Decoder, requests: Sequence[Request]) -> list[tu
 
 def _lockstep(decoder: Decoder, requests: Sequence[Request]) -> list[tuple[int, ...]]:
     return [generation.tokens for generation in decoder.generate_batch(requests).generations]
-
-
-def test_the_promised_families_share_their_passes() -> None:
-    assert [family for family in sorted(PROMISED) if target_of(family).unbatchable_reason is not None] == []
 
 
 @pytest.mark.parametrize("prefix_reuse", [True, False])
@@ -118,20 +114,6 @@ def test_a_pass_covers_the_unfinished_sequences(monkeypatch: pytest.MonkeyPatch)
     assert batch.num_decoded == sum(new_tokens - 1 for _, new_tokens in SIZES) == sum(len(each) for each in passes)
 
 
-def test_drafts_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With drafts of equal length every round has as many passes as a round of a single sequence."""
-    target = target_of("llama")
-    assert target.unbatchable_reason is None
-    requests = _requests(((6, 24),) * 3)
-    decoder = Decoder(target, LayerSkip(), Fixed(max_tokens=3))  # always right, so that rounds stay together
-    rounds = len(decoder.generate(requests[0]).rounds)
-    passes = _watched(target, monkeypatch)
-    decoder.generate_batch(requests)
-    limited = (23 - 1) % 4
-    assert len(passes) == 4 * (rounds - 1) + limited + 1
-    assert {len(each) for each in passes} == {3}
-
-
 def test_a_persistent_controller_observes_its_own_sequence_only() -> None:
     target = target_of("llama")
     requests = _requests(((5, 20), (11, 20)))
@@ -146,7 +128,7 @@ def test_a_persistent_controller_observes_its_own_sequence_only() -> None:
     assert decoder.adapted_rule() == first.adapted_rule() != rule
 
 
-@pytest.mark.parametrize("after", [1, 5])
+@pytest.mark.parametrize("after", [5])
 def test_a_batch_that_is_dropped_or_fails_leaves_the_next_as_it_is(after: int) -> None:
     target = target_of("llama")
     decoder = Decoder(target, DRAFTS["lookup, then blocks"], Fixed(max_tokens=3))
@@ -167,19 +149,6 @@ def test_a_batch_that_is_dropped_or_fails_leaves_the_next_as_it_is(after: int) -
     with pytest.raises(RuntimeError, match="a processor of the user's"):
         decoder.generate_batch(failing)
     assert _lockstep(decoder, requests) == expected
-
-
-def test_steps_may_be_taken_from_within_another_batch() -> None:
-    decoder = Decoder(target_of("llama"), DRAFTS["sublayers"], Fixed(max_tokens=3))
-    requests = _requests()
-    expected = _lockstep(decoder, requests)
-    outer, inner = decoder.batch_steps(requests), decoder.batch_steps(requests[::-1])
-    texts: list[dict[int, list[int]]] = [{row: [] for row in range(len(requests))} for _ in range(2)]
-    for pair in zip(outer, inner, strict=True):
-        for text, (row, step) in zip(texts, pair, strict=True):
-            text[row] += [step.token] if isinstance(step, Prefill) else step.tokens
-    assert [tuple(tokens) for tokens in texts[0].values()] == expected
-    assert [tuple(tokens) for tokens in texts[1].values()] == expected[::-1]
 
 
 @pytest.mark.parametrize(
@@ -275,14 +244,6 @@ def test_passes_of_a_batch_have_few_shapes_that_the_next_batch_reuses(monkeypatc
         shuffled = [requests[row] for row in order]
         assert _lockstep(decoder, shuffled) == [expected[row] for row in order]
     assert not prepared, "the next batch reuses the storage of the previous one and its recordings"
-
-
-def test_a_pass_wider_than_the_widest_bucket_is_run_as_it_is() -> None:
-    narrow = Buckets((1, 2), slot_step=16, all_rows=True)
-    target = Target(build("llama"), lambda kinds, device: StaticRunner(kinds, device, compiled=False, buckets=narrow))
-    requests = _requests()
-    plain = _decode_each_alone(plain_decoder(target), requests)
-    assert _lockstep(Decoder(target, DRAFTS["sublayers"], Fixed(max_tokens=5)), requests) == plain
 
 
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}

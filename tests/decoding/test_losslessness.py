@@ -47,13 +47,6 @@ def test_a_clear_difference_after_common_tokens_is_not_a_tie() -> None:
     assert (found.first_difference, found.tie, found.is_lossless) == (2, False, False), "nor does a later tie excuse it"
 
 
-def test_comparing_neither_needs_nor_leaves_gradients() -> None:
-    target = _target(torch.bfloat16, twins=(11, 12))
-    compare(target, PROMPT, (11,), (12,))
-    assert all(parameter.grad is None for parameter in target.model.parameters())
-    assert torch.is_grad_enabled()
-
-
 def test_in_float32_no_difference_is_excused() -> None:
     assert not compare(_target(torch.float32, twins=(11, 12)), PROMPT, (11,), (12,)).is_lossless
 

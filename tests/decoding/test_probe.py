@@ -77,19 +77,6 @@ def test_probing_leaves_the_model_as_it_was(family: str) -> None:
     model(ids).logits.sum().backward()  # no weight or buffer has become an inference tensor
 
 
-def test_a_model_in_training_mode_is_switched_to_evaluation() -> None:
-    model = tiny_llama().train()
-    assert probe(model).is_supported
-    assert not any(module.training for module in model.modules())
-
-
-def test_facts_of_the_model_are_reported_with_the_findings() -> None:
-    model = tiny_llama()
-    found = probe(model)
-    assert (found.architecture, found.num_layers) == ("LlamaForCausalLM", 6)
-    assert (found.num_parameters, found.dtype, found.device) == (model.num_parameters(), "float32", "cpu")
-
-
 def test_a_cache_that_does_not_roll_back_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = KVCache.cover
 
@@ -113,22 +100,6 @@ def test_state_kept_outside_the_cache_is_detected() -> None:
     assert found.refusal is not None
     assert "state outside the cache" in found.refusal
     assert "\n" not in found.refusal
-
-
-def test_a_cache_that_loses_a_token_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = KVCache.update
-
-    def lossy(self: KVCache, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        everything_keys, everything_values = honest(self, keys, values, layer_idx, *args, **kwargs)
-        if everything_keys.shape[-2] > keys.shape[-2]:
-            everything_keys = everything_keys.clone()
-            everything_keys[..., 0, :] = 0.0
-        return everything_keys, everything_values
-
-    monkeypatch.setattr(KVCache, "update", lossy)
-    found = probe(tiny_llama())
-    assert found.refusal is not None
-    assert "different logits from a cache than from one pass" in found.refusal
 
 
 def test_a_draft_that_changes_the_output_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +146,7 @@ def test_a_model_that_cannot_resume_loses_prefix_reuse_only(monkeypatch: pytest.
     assert not found.prefix_reuse
 
 
-@pytest.mark.parametrize("width", [2, 6, 1])
+@pytest.mark.parametrize("width", [2, 1])
 def test_what_a_foreign_model_raises_is_a_refusal_of_one_line(width: int) -> None:
     """Passes of two, of several and of one token: the first checks, those of the cache, and decoding itself."""
 

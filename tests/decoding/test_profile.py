@@ -184,14 +184,6 @@ def test_wrong_drafts_are_refused(tmp_path: Path) -> None:
             DraftProfile.load(tmp_path / "p.yaml")
 
 
-def test_a_yaml_anchor_may_be_merged(tmp_path: Path) -> None:
-    path = tmp_path / "p.yaml"
-    _profile().save(path)
-    text = path.read_text().replace("target: {", "target: {<<: {revision: main}, ").replace("revision: null, ", "")
-    path.write_text(text)
-    assert DraftProfile.load(path).target.revision == "main"
-
-
 def test_the_committed_result_of_the_demo_is_for_the_model_that_ships() -> None:
     demo = DEMO
     profile = DraftProfile.load(demo / "result" / "profile.yaml")

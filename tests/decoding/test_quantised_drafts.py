@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import pytest
-
 from decoding.decode import Request
 from decoding.draft_length import Fixed
 from decoding.drafts import LayerSkip
@@ -28,15 +26,6 @@ def test_drafts_are_right_mostly_but_not_always() -> None:
     rates = [generation.num_accepted / generation.num_drafted for generation in generations]
     assert rates[0] > 0.9
     assert 0.05 < rates[1] < 0.9
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by modules that torch's compiler imports
-def test_compiled_blocks_write_the_plain_text() -> None:
-    target = Target(build("llama"), StaticRunner)
-    plain = write_plainly(target_of("llama"), REQUEST).tokens
-    last_block = LayerSkip(skip_attention=(4,), skip_mlp=(4,), bits=4)
-    assert write(target, last_block, Fixed(max_tokens=3), REQUEST).tokens == plain
-    assert target.runner.block_call.problem is None  # type: ignore[union-attr]
 
 
 def test_bit_exact_mode_takes_quantised_drafts() -> None:

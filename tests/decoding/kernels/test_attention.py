@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from decoding.decoder import plain_decoder
-from decoding.kernels import attention
 from decoding.kernels.attention import ALL, attend
 from decoding.kernels.choice import kernel_for
 from decoding.runners.eager import EagerRunner
@@ -113,14 +111,6 @@ def test_long_contexts_are_combined_from_chunks(dtype: torch.dtype) -> None:
 
 @needs_kernel
 @pytest.mark.parametrize("dtype", SUPPORTED)
-def test_sequences_of_a_batch_have_their_own_reach(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    assert_right(states(dtype, batch=4, width=2, slots=700), at(650, 0, 513, 7, width=2))
-    assert_right(states(dtype, batch=2, width=2, slots=70), at(40, width=2))
-
-
-@needs_kernel
-@pytest.mark.parametrize("dtype", SUPPORTED)
 def test_a_cache_of_any_layout_is_read_where_it_is(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     query, key, value = states(dtype, batch=3, width=2, slots=50)
@@ -151,7 +141,7 @@ def test_slots_beyond_the_reach_are_not_read(dtype: torch.dtype) -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("start", [20, 500, 1020])
+@pytest.mark.parametrize("start", [20, 1020])
 @pytest.mark.parametrize("dtype", SUPPORTED)
 def test_a_position_gets_the_same_bits_whatever_else_is_in_the_pass(dtype: torch.dtype, start: int) -> None:
     torch.manual_seed(0)
@@ -171,7 +161,7 @@ def test_a_position_gets_the_same_bits_whatever_else_is_in_the_pass(dtype: torch
 
 
 @needs_kernel
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt_neox_parallel", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox_parallel"])
 def test_all_layers_of_ordinary_families_attend_by_the_kernel(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One or several sequences: the text of the other grids is the eager text by these calls."""
     windows: list[int] = []
@@ -190,7 +180,7 @@ def test_all_layers_of_ordinary_families_attend_by_the_kernel(family: str, monke
         assert windows[: len(expected)] == expected
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "gptj", "gpt2"])
+@pytest.mark.parametrize("family", ["gemma2", "gptj"])
 def test_other_attention_keeps_its_masks(family: str) -> None:
     """Soft-caps, sinks, and attention that is not transformers' own, or gets its mask by position."""
     target = Target(build(family), uncompiled)
@@ -198,7 +188,7 @@ def test_other_attention_keeps_its_masks(family: str) -> None:
     assert not any(target.anatomy.attends_plainly)
 
 
-@pytest.mark.parametrize("planted", ["dropout", "bias", "two calls"])
+@pytest.mark.parametrize("planted", ["bias", "two calls"])
 def test_one_layer_that_does_more_than_the_kernel_keeps_the_masks_of_all(
     planted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,8 +199,6 @@ def test_one_layer_that_does_more_than_the_kernel_keeps_the_masks_of_all(
     def more(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **settings: Any) -> Any:
         if module.layer_idx != 2:
             return genuine(module, query, key, value, mask, **settings)
-        if planted == "dropout":
-            return genuine(module, query, key, value, mask, **{**settings, "dropout": 1e-9})
         if planted == "two calls":
             genuine(module, query, key, value, mask, **settings)
             return genuine(module, query, key, value, mask, **settings)
@@ -225,22 +213,8 @@ def test_one_layer_that_does_more_than_the_kernel_keeps_the_masks_of_all(
     assert not runner(target.mask_kinds).attends_by_position  # type: ignore[arg-type]
 
 
-def test_eager_attention_keeps_its_masks() -> None:
-    model = build("llama")
-    model.set_attn_implementation("eager")
-    assert not any(Target(model).anatomy.attends_plainly)
-
-
 def runner(kinds: MaskKinds, **settings: Any) -> StaticRunner:
     return StaticRunner(kinds, settings.pop("device", CPU), compiled=False, **settings)
-
-
-@needs_kernel
-@pytest.mark.parametrize("dtype", SUPPORTED)
-def test_compiled_passes_which_are_recorded_as_tapes_attend_by_the_kernel(dtype: torch.dtype) -> None:
-    compiled = StaticRunner(MaskKinds((None,), dtype, attends_plainly=True), CPU)
-    assert compiled.records
-    assert compiled.attends_by_position
 
 
 def test_runners_that_record_and_other_precisions_keep_their_masks() -> None:
@@ -254,18 +228,6 @@ def test_runners_that_record_and_other_precisions_keep_their_masks() -> None:
     assert (
         kernel_for("attention", torch.device("cuda", 0), torch.float32).reason == "there is no kernel of ours for cuda"
     )
-
-
-def test_processors_without_the_instructions_keep_their_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    for dtype in PRECISIONS:
-        assert not runner(MaskKinds((None,), dtype, attends_plainly=True)).attends_by_position
-
-
-def test_without_a_compiler_masks_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "ATTEND", SimpleNamespace(exists=False))
-    assert not runner(MaskKinds((None,), torch.float32, attends_plainly=True)).attends_by_position
 
 
 class Layer(torch.nn.Module):

@@ -56,14 +56,6 @@ def test_a_position_gets_the_same_bits_whatever_else_is_in_the_pass(dtype: torch
         assert torch.equal(layer(values[:, width:]), whole[:, width:])
 
 
-@torch.inference_mode()
-def test_not_a_number_stays_one() -> None:
-    for dtype in SUPPORTED:
-        layer = FewPositionsLinear.of(nn.Linear(40, 5, dtype=dtype))
-        found = layer(torch.full((1, 2, 40), float("nan"), dtype=dtype))
-        assert found.isnan().all()
-
-
 def test_prompts_and_autograd_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "few_positions", None)
     layer = FewPositionsLinear.of(nn.Linear(8, 4))
@@ -84,13 +76,6 @@ def test_only_plain_linear_layers_in_a_known_precision_have_the_kernel() -> None
     turned = nn.Linear(4, 8)
     turned.weight = nn.Parameter(torch.randn(4, 8).t())
     assert not has_kernel(turned), "its weight is not contiguous"
-
-
-def test_processors_without_the_instructions_do_not_have_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert not has_kernel(nn.Linear(4, 4))
-    assert not has_kernel(nn.Linear(4, 4, dtype=torch.bfloat16))
 
 
 def test_without_a_compiler_there_is_a_warning_and_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,5 +158,6 @@ def test_decoding_with_prepared_passes_calls_no_block(monkeypatch: pytest.Monkey
     assert decoder.generate(request).tokens == expected
     assert calls == 0
     assert getattr(target.runner.block_call, "problem", "missing") is None
-    drafted = Decoder(target, LayerSkip(skip_attention=(1,), skip_mlp=(2,)), Fixed(max_tokens=3)).generate(request)
-    assert drafted.tokens == expected
+    for draft in (LayerSkip(skip_attention=(1,), skip_mlp=(2,)), LayerSkip(skip_mlp=(4,), bits=4)):
+        assert Decoder(target, draft, Fixed(max_tokens=3)).generate(request).tokens == expected
+    assert getattr(target.runner.block_call, "problem", "missing") is None

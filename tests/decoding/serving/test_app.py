@@ -107,23 +107,6 @@ def test_stream_has_the_same_text(client: TestClient, service: Service) -> None:
     assert all("usage" not in chunk for chunk in _events(client.post("/v1/completions", json=body)))
 
 
-def test_each_chunk_has_the_usage_so_far_if_that_is_asked_for(client: TestClient) -> None:
-    body = {"prompt": [PROMPT, "w5 w5"], "temperature": 0, "max_tokens": 12, "stream": True}
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, last = _events(client.post("/v1/completions", json={**body, "stream_options": options}))
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts)
-    assert 0 < counts[0] < 12
-    assert counts[-1] == last["usage"]["completion_tokens"]
-    assert last["choices"] == []
-    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {5}
-    alone = {"continuous_usage_stats": True}
-    assert all(
-        "usage" not in chunk
-        for chunk in _events(client.post("/v1/completions", json={**body, "stream_options": alone}))
-    )
-
-
 def test_several_prompts_are_several_choices(client: TestClient, service: Service) -> None:
     prompts = ["w3 w9 w4", "w5", "w8 w8 w1 w2"]
     texts = [_text(service, _plain(service, prompt, 9)) for prompt in prompts]
@@ -270,13 +253,6 @@ def test_bodies_that_are_no_request(client: TestClient) -> None:
         answer = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["message"]
-
-
-def test_a_body_that_is_not_declared_as_json_is_refused(client: TestClient) -> None:
-    """As a web page could send it without being asked for."""
-    answer = client.post("/v1/completions", content=b'{"prompt": "w1"}', headers={"content-type": "text/plain"})
-    assert answer.status_code == 400
-    assert "expected an object, but got one without the content type application/json" in answer.text
 
 
 def test_long_bodies_are_refused_before_they_are_read(client: TestClient) -> None:

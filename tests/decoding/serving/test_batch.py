@@ -17,12 +17,11 @@ from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import AdaEdl, BetaThompson, DraftLengthRule, Fixed, RoundCosts
 from decoding.drafts import Draft, LayerSkip, Lookup, PlainDecoding
 from decoding.head_folder import HeadFolder
-from decoding.serving.batch import ContinuousBatch, SharedRows, TurnRows, new_rows
+from decoding.serving.batch import ContinuousBatch
 from decoding.serving.waiting_room import RequestEnd, Stopped, WaitingRoom, WaitingRoomFullError
-from decoding.target import Target
 from decoding.text import Ending, Shaping
 from decoding.token_memory import BatchTokens
-from tests.support.families import VOCABULARY, build, target_of
+from tests.support.families import VOCABULARY, target_of
 from tests.support.heads import write_heads
 from tests.support.served import arrive, passes, serve_all
 from tests.support.tiny import tiny_target
@@ -89,25 +88,13 @@ def _come_and_go(decoder: Decoder, requests: Sequence[Request], expected: Sequen
 
 @pytest.mark.parametrize(
     ("family", "draft"),
-    [("llama", "plain"), ("llama", "sublayers"), ("gemma3", "lookup, then blocks"), ("bloom", "sublayers")],
+    [("llama", "sublayers"), ("gemma3", "lookup, then blocks"), ("bloom", "sublayers")],
 )
 def test_requests_that_come_and_go_equal_plain_decoding(family: str, draft: str) -> None:
     """Families that attend to everything, mostly within a window, and one whose sequences take turns."""
     rule: DraftLengthRule = AdaEdl(max_tokens=5) if family == "llama" else Fixed(max_tokens=3)
     seed = list(DRAFTS).index(draft)
     _come_and_go(Decoder(target_of(family), DRAFTS[draft], rule), _requests(), _plain_texts(family), seed)
-
-
-def test_rows_share_passes_where_the_family_can() -> None:
-    assert isinstance(new_rows(target_of("llama"), 3, 9), SharedRows)
-    assert isinstance(new_rows(target_of("llama"), 1, 9), TurnRows)
-    assert isinstance(new_rows(target_of("bloom"), 3, 9), TurnRows)
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_static_runner() -> None:
-    target = Target(build("llama"), "static")
-    _come_and_go(Decoder(target, SKIPPING, Fixed(max_tokens=3)), _requests(), _plain_texts("llama"), seed=1)
 
 
 def test_a_freed_row_keeps_nothing_of_an_exit_heads_state(tmp_path: Path) -> None:
@@ -133,16 +120,6 @@ def test_a_sampled_request_depends_on_its_own_seed_only(draft: str) -> None:
     assert serve_all(batch, room, requests()) == texts
     assert serve_all(batch, room, reversed(requests())) == texts[::-1]
     assert texts != _plain_texts("llama")
-
-
-def test_a_row_is_filled_again_before_the_others_have_ended() -> None:
-    decoder = plain_decoder(target_of("llama"))
-    batch, room = _batch(decoder, num_rows=2)
-    for request in _requests():
-        arrive(room, request)
-    running = [batch.num_running for _ in passes(batch)]
-    assert max(running) == 2
-    assert running.count(2) > len(running) / 2
 
 
 def test_pending_writes_of_a_freed_row_are_done_before_the_next_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

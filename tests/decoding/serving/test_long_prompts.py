@@ -76,14 +76,7 @@ def test_only_the_beginning_of_a_prompt_of_megabytes_is_tokenised(
     assert tokenizer.lengths == [FIRST]
 
 
-def test_the_first_prompt_that_does_not_fit_ends_a_list(client: TestClient, tokenizer: _Counting) -> None:
-    answer = client.post("/v1/completions", json={"prompt": ["w1 " * 70, *["w1"] * 60]})
-    assert answer.status_code == 400
-    assert "the prompt has 70" in answer.json()["error"]["message"]
-    assert len(tokenizer.lengths) == 1
-
-
-@pytest.mark.parametrize("text", ["x" * 300_000, "w1" + " " * 300_000 + "w2", "w1 " * 20 + "\n" * 100_000])
+@pytest.mark.parametrize("text", ["x" * 300_000, "w1" + " " * 300_000 + "w2"])
 def test_a_prompt_that_fits_is_never_refused_for_its_characters(client: TestClient, text: str) -> None:
     """An unknown word of any length is one token, and spaces are none."""
     answer = client.post("/v1/completions", json={"prompt": text, "max_tokens": 2})
@@ -125,10 +118,3 @@ def test_short_prompts_do_not_wait_for_long_ones() -> None:
             held.set()
             long.join(60)
         assert answers == [400]
-
-
-def test_too_many_messages_are_refused(client: TestClient, tokenizer: _Counting) -> None:
-    answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "w1"}] * 2049})
-    assert answer.status_code == 400
-    assert "'messages': array too long. Expected an array with maximum length 2048" in answer.json()["error"]["message"]
-    assert not tokenizer.lengths

@@ -87,14 +87,3 @@ def test_the_alert_rule_of_the_documentation_names_what_the_server_has() -> None
         assert set.intersection(*labels), f"nothing to compare in {rule['expr']}"
         used = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
         assert used <= {"model_name", "requests"}
-
-
-def test_a_server_that_always_drafts_has_no_plain_rounds_and_no_speed_up() -> None:
-    service = _service(always_draft=True)
-    with TestClient(create_app(service)) as client:
-        for _ in range(3):
-            client.post("/v1/completions", json=BODY)
-        samples = _samples(client)
-    assert samples["sdtune:drafting"] == {(("model_name", "tiny"),): 1.0}
-    assert not samples.keys() & {"sdtune:speedup", "sdtune:profile_speedup_low"}
-    assert service.decoding.batch.control is None

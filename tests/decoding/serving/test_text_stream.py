@@ -29,12 +29,6 @@ def test_pieces_are_the_whole_text_and_hold_whole_characters() -> None:
     assert stream.num_tokens == len(tokens)
 
 
-def test_an_incomplete_character_comes_at_the_end() -> None:
-    tokens = byte_tokenizer()("a🙂")["input_ids"][:-1]
-    pieces, _ = _pieces(tokens)
-    assert "".join(pieces) == byte_tokenizer().decode(tokens, skip_special_tokens=True)
-
-
 def test_words_keep_their_spaces() -> None:
     stream = TextStream(tiny_tokenizer(), ())
     tokens = tiny_tokenizer()("w1 w2 w3 w4")["input_ids"]
