@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, StaticCache
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from decoding.deploy import ProfileDecoder, load_decoder
 from decoding.drafts import Draft, EarlyExit, LayerSkip, PlainDecoding, PromptLookup, SuffixLookup
@@ -169,15 +169,7 @@ def test_filled_caches_that_cannot_be_continued_are_refused(
     assert "\n" not in str(refused.value)
 
 
-def test_other_kinds_of_cache_are_refused_once_they_are_filled(model: LlamaForCausalLM) -> None:
-    cache = StaticCache(config=model.config, max_cache_len=64)
-    with torch.no_grad():
-        model(FIRST[:, :4], past_key_values=cache)
-    with pytest.raises(UnsupportedRequestError, match="has a StaticLayer: pass a DynamicCache"):
-        load_decoder(profile_of(model)).generate(model, FIRST, past_key_values=cache, **TURN)
-
-
-@pytest.mark.parametrize("kind", ["exit", "feature"])
+@pytest.mark.parametrize("kind", ["exit"])
 def test_a_head_needs_a_cache_that_it_has_read(model: LlamaForCausalLM, tmp_path: Path, kind: str) -> None:
     decoder = load_decoder(profile_of(model, _draft(kind, model, tmp_path)), folder=tmp_path)
     with pytest.raises(UnsupportedRequestError, match="has not read these turns") as refused:

@@ -107,13 +107,6 @@ def test_stream_ends_when_decoding_fails(
     assert streamer.calls.count("end") == 1
 
 
-def test_streamer_takes_one_prompt(model: LlamaForCausalLM, decoder: ProfileDecoder) -> None:
-    with pytest.raises(
-        UnsupportedRequestError, match="a streamer or on_tokens streams a single prompt, got a batch of 2"
-    ):
-        decoder.generate(model, PROMPT.repeat(2, 1), streamer=Recorder(), **GREEDY)
-
-
 def _stop_strings(tokenizer: PreTrainedTokenizerFast, plain: torch.Tensor) -> list[str]:
     """One string after each token of the text: the text of the last two."""
     tokens = plain[0, 4:].tolist()
@@ -151,11 +144,6 @@ def test_stop_strings_of_a_configuration_are_those_of_the_call(
     assert config.stop_strings == stop
     monkeypatch.setattr(model, "generation_config", GenerationConfig(stop_strings=stop, bos_token_id=0))
     assert torch.equal(decoder.generate(model, PROMPT, tokenizer=tokenizer, **GREEDY), expected)
-
-
-def test_stop_strings_without_the_tokenizer_are_refused(model: LlamaForCausalLM, decoder: ProfileDecoder) -> None:
-    with pytest.raises(UnsupportedRequestError, match="stop_strings need the model's tokenizer: pass tokenizer="):
-        decoder.generate(model, PROMPT, stop_strings="a", **GREEDY)
 
 
 def test_embeddings_are_refused_with_what_to_pass(model: LlamaForCausalLM, decoder: ProfileDecoder) -> None:

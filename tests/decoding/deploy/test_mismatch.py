@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from decoding.deploy import OnMismatch, ProfileDecoder, load_decoder
 from decoding.drafts import EarlyExit
-from decoding.errors import ExitHeadError, ProfileError, ProfileWarning, TargetMismatchError, UnsupportedRunnerError
+from decoding.errors import ExitHeadError, ProfileWarning, TargetMismatchError, UnsupportedRunnerError
 from decoding.profile import Decoding
 from tests.support.families import build
 from tests.support.profiles import measured, profile_of
@@ -64,21 +64,6 @@ def test_another_setting_is_warned_of_once(model: LlamaForCausalLM, changes: dic
     (message,) = _warnings_of(load_decoder(profile_of(model, **changes)), model)
     assert words in message
     assert "'tiny'" in message
-
-
-def test_one_warning_names_everything_that_differs(model: LlamaForCausalLM) -> None:
-    figures = measured("NVIDIA H100 80GB HBM3", {"torch": "2.1.0"})
-    profile = profile_of(model, device="cuda", dtype="float16", figures=figures)
-    (message,) = _warnings_of(load_decoder(profile), model)
-    for words in ("device cpu, not cuda (NVIDIA H100 80GB HBM3)", "dtype float32, not float16", "not 2.1.0"):
-        assert words in message
-    assert "thread" not in message  # a GPU's profile records none
-
-
-def test_another_build_of_the_same_version_is_the_same_version(model: LlamaForCausalLM) -> None:
-    public = torch.__version__.partition("+")[0]
-    profile = profile_of(model, figures=measured("cpu (1 thread)", {"torch": f"{public}+cu128"}))
-    assert _warnings_of(load_decoder(profile), model) == []
 
 
 @pytest.mark.parametrize("on_mismatch", ["warn", "plain"])
@@ -141,17 +126,6 @@ def test_runner_that_cannot_run_the_model_is_named_once() -> None:
         load_decoder(exact, on_mismatch="warn").decoder_for(bloom)
     (message,) = _warnings_of(load_decoder(exact, on_mismatch="plain"), bloom)
     assert "decoding plainly" in message
-
-
-def test_unreadable_profile_is_an_error_always(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match="no such profile"):
-        load_decoder(tmp_path / "profile.yaml", on_mismatch="plain")
-
-
-def test_unknown_choice_is_refused(model: LlamaForCausalLM) -> None:
-    wrong: Any = "ignore"
-    with pytest.raises(ValueError, match="on_mismatch is 'ignore', not one of error, warn, plain"):
-        load_decoder(profile_of(model), on_mismatch=wrong)
 
 
 def test_profile_of_a_batch_and_a_prefill_decode_plainly_too(model: LlamaForCausalLM) -> None:

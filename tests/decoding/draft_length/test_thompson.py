@@ -242,11 +242,6 @@ def test_beta_rule_forgets_towards_uniform_and_less_without_drafts() -> None:
     assert (controller.acceptance.accepted, controller.acceptance.rejected) == pytest.approx((1.0, 1.0))
 
 
-def test_draws_at_the_ends_of_the_range_are_lengths_too() -> None:
-    for prior, length in (((1e12, 1e-12), K), ((1e-12, 1e12), 0), ((1e300, 1e-300), K)):
-        assert beta(prior=prior).limit() == length
-
-
 def bin_of(probability: float) -> int:
     return next(index for index, (low, high) in enumerate(BINS) if low <= probability < high)
 
@@ -319,16 +314,6 @@ def test_round_without_drafts_fades_the_gain_and_leaves_the_bins() -> None:
     assert controller.gain.rounds == pytest.approx(NO_GAIN.rounds, abs=1e-5)
 
 
-def test_bins_fade_in_drafted_rounds() -> None:
-    controller = calibrated(forgetting=0.9)
-    for outcome in [(1, 0), *[(1, 1)] * 300]:
-        controller.limit()
-        controller.decide(0, Confidence(0.3 if outcome == (1, 0) else 0.97))
-        controller.observe(*outcome)
-    # The failure is long forgotten; of the successes 1 / (1 - 0.9) = 10 are remembered.
-    assert evidence_by_bin(controller) == {bin_of(0.97): (10, 0)}
-
-
 SURE_OF_ITSELF = tuple(
     (3000.0, 1.0) if low >= 0.9 else (1.0, 1000.0) for low, _ in BINS
 )  # right above 0.9, wrong below
@@ -375,18 +360,6 @@ def test_sequences_near_their_end_are_drafted_and_observed(rule: type[CostAwareR
 
 
 # --- posteriors -----------------------------------------------------------------------------------------------------------
-
-
-def test_gain_posterior_is_the_moments_of_what_it_saw() -> None:
-    posterior = GainPosterior.of(GainPrior(mean=1.0, spread=0.5, rounds=2.0))
-    assert (posterior.mean, posterior.spread) == pytest.approx((1.0, 0.5))
-    posterior.learn(4.0)
-    # Mean (2 * 1 + 4) / 3 = 2, mean square (2 * 1.25 + 16) / 3 = 6.166667, variance 2.166667.
-    assert (posterior.rounds, posterior.mean, posterior.spread) == pytest.approx((3.0, 2.0, 1.471960))
-    stream = random.Random(0)
-    draws = [posterior.draw(stream) for _ in range(4000)]
-    assert statistics.mean(draws) == pytest.approx(2.0, abs=0.05)
-    assert statistics.stdev(draws) == pytest.approx(1.471960 / 3**0.5, rel=0.05)
 
 
 def test_warm_start_keeps_the_proportions_and_little_of_the_evidence() -> None:

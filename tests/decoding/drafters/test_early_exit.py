@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from decoding.acceptance import Greedy
 from decoding.decode import Request, autoregressive, speculative
@@ -19,8 +19,7 @@ from decoding.drafters.build import build_drafter
 from decoding.drafters.contract import Drafter
 from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafters.prompt_lookup import LookupFirst
-from decoding.drafts import EarlyExit, Lookup, PlainDecoding
-from decoding.errors import ExitHeadError, UnsupportedModelError
+from decoding.drafts import EarlyExit, Lookup
 from decoding.rounds import Generation
 from decoding.target import DraftVocabulary, ExitHead, ExitView, Target
 from decoding.target.heads import new_exit_head
@@ -70,14 +69,6 @@ def test_head_with_a_vocabulary_of_its_own_drafts_from_it(family: str, target_wi
     generation = write(target, drafter, Controller(4), request)
     assert generation.tokens == plain(target, request), "verification uses all tokens"
     assert not set(generation.tokens) <= set(chosen.token_ids)
-
-
-def test_vocabulary_needs_a_plain_lm_head() -> None:
-    target = target_of("llama")
-    model = build("llama")
-    model.lm_head = nn.Sequential(model.lm_head)
-    with pytest.raises(UnsupportedModelError, match="LM head is a plain linear layer"):
-        ExitView(Target(model), 2, new_exit_head(target, DraftVocabulary((0, 1))))
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
@@ -131,38 +122,6 @@ def test_draft_is_what_a_pass_over_the_whole_text_would_say(prefix_reuse: bool) 
     assert len(kinds) == 3, "rounds that draft nothing, and that accept some or all"
 
 
-def test_head_is_as_cheap_to_keep_as_one_layer() -> None:
-    target = target_of("llama")
-    drafter = EarlyExitDrafter(target, 2, new_exit_head(target))
-    prompt = some_tokens(9)
-    text, cache = TokenSequence(prompt, 32, target.device), target.new_cache(32)
-    with torch.inference_mode():
-        drafter.prefill(text, cache)
-    assert cache.branch.updates_per_layer == [0] * (NUM_LAYERS - 1) + [1]
-    assert sum(layer.is_initialized for layer in cache.branch.layers) == 1
-    assert cache.updates_per_layer == [1] * NUM_LAYERS, "the head leaves the target's keys and values alone"
-
-
-def test_a_round_without_a_draft_leaves_its_state_pending() -> None:
-    target = target_of("llama")
-    drafter = EarlyExitDrafter(target, 2, new_exit_head(target))
-    prompt = some_tokens(9)
-    text, cache = TokenSequence(prompt, 32, target.device), target.new_cache(32)
-    with torch.inference_mode():
-        drafter.prefill(text, cache)
-        cache.length = text.length
-        text.append([7])
-        for token in (8, 9):  # two rounds that draft nothing
-            draft = drafter.draft(text, cache, Controller(0), Shaping(), Greedy(), 4)
-            drafter.verify(text, cache, draft)
-            cache.roll_back(text.length)
-            text.append([token])
-        branch = cache.branch
-        assert (branch.length, branch.num_known) == (9, 11)
-        drafter.draft(text, cache, Controller(1), Shaping(), Greedy(), 4)
-        assert (branch.length, branch.pending) == (12, None)
-
-
 class DropsThird(Controller):
     """Looks at the third token and drops it."""
 
@@ -194,21 +153,6 @@ def test_head_forgets_what_is_not_verified_from_its_states(bits: int | None, kep
         fresh = exit_states(target, text.span(0, text.length + 2), [2])[0][2]
         if branch.pending is not None:
             torch.testing.assert_close(branch.pending[0], fresh[0, -branch.pending.shape[-2] :], rtol=1e-4, atol=1e-4)
-
-
-def test_branch_of_a_cache_forgets_what_is_rolled_back() -> None:
-    cache = target_of("llama").new_cache(16)
-    branch = cache.branch
-    branch.catch_up(4)
-    branch.extend(torch.arange(3.0).reshape(1, 3, 1))
-    cache.roll_back(6)
-    assert branch.num_known == 6
-    assert branch.pending is not None
-    assert branch.pending.flatten().tolist() == [0.0, 1.0]
-    cache.roll_back(4)
-    assert (branch.length, branch.pending) == (4, None)
-    cache.roll_back(2)
-    assert branch.length == 2
 
 
 def test_exits_of_a_batch_are_those_of_its_texts_alone() -> None:
@@ -257,10 +201,3 @@ def test_exit_layer_out_of_range_is_refused(exit_layer: int) -> None:
     ):
         with pytest.raises(ValueError, match=f"exits at layer {exit_layer}, but it must be 1 to 4"):
             use()
-
-
-def test_each_kind_of_draft_has_its_drafter() -> None:
-    target = target_of("llama")
-    assert build_drafter(target, PlainDecoding()) is None
-    with pytest.raises(ExitHeadError, match="give the folder"):
-        build_drafter(target, EarlyExit(exit_layer=2, head="h.safetensors", head_sha256="0" * 64))

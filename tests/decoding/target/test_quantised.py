@@ -20,12 +20,11 @@ from decoding.kernels.choice import quantised_linear as quantised
 from decoding.runners.eager import EagerRunner
 from decoding.runners.features import SpeedFeatures
 from decoding.runners.static import StaticRunner
-from decoding.target import DraftView, ExitView, Target, agree
+from decoding.target import DraftView, Target, agree
 from decoding.target import linears as module_under_test
 from decoding.target.lm_heads import LEFT_OUT, DraftVocabulary
-from tests.support.families import SUPPORTED, VOCABULARY, build, make, some_tokens, static_target_of, target_of
+from tests.support.families import SUPPORTED, VOCABULARY, build, some_tokens, static_target_of, target_of
 from tests.support.grid import WITHOUT_LINEARS
-from tests.support.heads import untrained_head
 
 TOKENS = torch.tensor([some_tokens(9)])
 RUNNERS: dict[str, Callable[..., EagerRunner]] = {
@@ -72,12 +71,6 @@ def test_logits_are_those_of_the_rounded_model_on_the_targets_cache(family: str)
             found = logits_after(target, bits=bits)
             assert are_near(found, expected)
             assert not are_near(found, unlike)
-
-
-def test_view_keeps_no_boundary() -> None:
-    target = Target(build("llama"))
-    view = DraftView(target, (2,), (2,), keep_boundary=True, bits=8)
-    assert (view.boundary, view.keeps_boundary) == (0, False)
 
 
 @torch.inference_mode()
@@ -174,20 +167,3 @@ def test_layers_are_packed_once_for_all_views_and_gone_with_the_last(
     views.clear()
     gc.collect()
     assert [layer() for layer in packed] == [None] * len(packed)
-
-
-def test_skipped_sublayers_are_not_packed(packed: list[weakref.ref[nn.Module]]) -> None:
-    target = Target(build("llama"))
-    views = [DraftView(target, (0, 1, 2, 3), (1, 2, 3, 4), keep_boundary=False, bits=8)]
-    assert len(packed) == 3 + 4 + 1, "an MLP, an attention, and the LM head"
-    views.append(ExitView(target, 1, untrained_head(target), bits=8))  # type: ignore[arg-type]
-    assert len(packed) == 3 + 4 + 1 + 4 + 7, "the attention of the first block, and the head's block"
-
-
-def test_shared_expert_models_have_linear_layers_beside_their_experts() -> None:
-    model = make("Qwen2Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, num_key_value_heads=2)
-    target = Target(model)
-    (mlp,) = {type(block.mlp) for block in target.blocks}
-    blocks = target.draft_blocks(bits=8)
-    kinds = {name: type(layer).__name__ for name, layer in blocks[0].mlp.named_children()}
-    assert kinds["shared_expert_gate"] == "Linear", mlp

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +24,6 @@ from tests.support.families import (
     GROUPED,
     NUM_LAYERS,
     PROMISED,
-    REFUSED,
     SUPPORTED,
     WINDOW,
     build,
@@ -79,28 +76,12 @@ def test_attention_and_mlp_of_every_block_are_found(family: str) -> None:
         assert isinstance(getattr(block, attention.name), nn.Module)
 
 
-@pytest.mark.parametrize("family", REFUSED)
-def test_model_that_cannot_be_rolled_back_is_refused_in_one_line(family: str) -> None:
-    reason = REFUSED[family][2]
-    with pytest.raises(UnsupportedModelError) as caught:
-        Target(build(family))
-    assert reason in str(caught.value)
-    assert "rolled back after a rejected draft" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def test_refused_model_is_left_as_it_was() -> None:
     model = build("gemma4_shared")
     before = traces(model)
     with pytest.raises(UnsupportedModelError):
         Target(model)
     assert traces(model) == before
-
-
-def test_model_in_training_is_put_to_evaluation() -> None:
-    model = build("llama", attention_dropout=0.5).train()
-    target = Target(model)
-    assert torch.equal(full_logits(target, ids_of()), full_logits(target, ids_of()))
 
 
 # --- the whole model ------------------------------------------------------------------------------------------------------
@@ -189,30 +170,6 @@ def test_skipped_attention_leaves_its_cache_alone(family: str) -> None:
         assert cache.updates_per_layer == [int(index not in attention) for index in EVERY_LAYER]
 
 
-def test_boundary_is_the_first_block_that_differs() -> None:
-    target = target_of("llama")
-    boundaries = [
-        DraftView(target, attention, mlp, keep_boundary=True).boundary
-        for attention, mlp in (([], []), ([3], [2]), ([1, 4], [4]), ([], [0]))
-    ]
-    assert boundaries == [None, 2, 1, 0]
-
-
-def test_states_are_kept_only_on_request_and_after_a_prefix() -> None:
-    target = target_of("llama")
-    for first, asked, kept in ((2, True, True), (2, False, False), (0, True, False)):
-        view = DraftView(target, [first], [first], keep_boundary=asked)
-        states = view.run(ids_of(), target.new_cache(LENGTH), 0).states
-        assert view.keeps_boundary == kept
-        assert (states is not None and states.shape == (1, LENGTH, 32)) == kept
-
-
-@pytest.mark.parametrize("index", [-1, NUM_LAYERS])
-def test_skip_of_a_missing_layer_is_refused(index: int) -> None:
-    with pytest.raises(ValueError, match=f"the model has layers 0 to {NUM_LAYERS - 1}, got {index}"):
-        DraftView(target_of("llama"), [1, index], [], keep_boundary=False)
-
-
 def test_block_without_an_mlp_module_can_be_skipped_whole_only() -> None:
     # OPT keeps its MLP's two matrices in the block itself.
     target = Target(make("OPT", ffn_dim=48, word_embed_proj_dim=32))
@@ -222,17 +179,6 @@ def test_block_without_an_mlp_module_can_be_skipped_whole_only() -> None:
         DraftView(target, [], [1], keep_boundary=False)
     with pytest.raises(UnsupportedModelError, match="block 0 has no separate mlp module whose output could be read"):
         sublayer_outputs(target, ids)
-
-
-def test_views_follow_the_weights_of_the_model() -> None:
-    target, ids = Target(build("llama")), ids_of()
-    view = DraftView(target, [1], [2], keep_boundary=False)
-    before = view.forward(ids, target.new_cache(LENGTH), 0)
-    for parameter in target.blocks[3].parameters():
-        parameter.mul_(1.5)
-    after = view.forward(ids, target.new_cache(LENGTH), 0)
-    assert not torch.allclose(before, after)
-    assert torch.equal(after, draft_logits(target, ids, [1], [2]))
 
 
 def delegate(module: nn.Module) -> None:
@@ -294,30 +240,6 @@ def test_resumed_pass_runs_the_prefix_on_unknown_positions_only() -> None:
         resume.forward(ids[:, 4:8], cache, 4, states)
         made = [after - earlier for after, earlier in zip(cache.updates_per_layer, before, strict=True)]
         assert made == [prefix_updates] * 2 + [1] * 3
-
-
-def test_states_are_released_after_the_pass() -> None:
-    target, ids = target_of("llama"), ids_of()
-    draft, resume = DraftView(target, [2], [2], keep_boundary=True), ResumeView(target, 2)
-    states = joined([draft.run(ids, target.new_cache(LENGTH), 0).states])
-    resume.forward(ids, target.new_cache(LENGTH), 0, states)
-    held = weakref.ref(states)
-    del states
-    gc.collect()
-    assert held() is None
-
-
-@pytest.mark.parametrize("boundary", [0, NUM_LAYERS])
-def test_pass_cannot_resume_without_a_prefix_or_a_rest(boundary: int) -> None:
-    with pytest.raises(ValueError, match=f"a pass resumes at block 1 to {NUM_LAYERS - 1}, got {boundary}"):
-        ResumeView(target_of("llama"), boundary)
-
-
-@pytest.mark.parametrize("known", [2, 5])
-def test_resumed_pass_needs_the_states_of_all_positions_or_all_but_one(known: int) -> None:
-    target = target_of("llama")
-    with pytest.raises(ValueError, match=f"boundary states are known for {known} of 4 positions"):
-        ResumeView(target, 2).forward(ids_of(4), target.new_cache(4), 0, torch.zeros(1, known, 32))
 
 
 # --- what the confidences read ------------------------------------------------------------------------------------------------
@@ -436,16 +358,6 @@ def test_use_leaves_the_model_unchanged(family: str) -> None:
     for use in USES.values():
         use(target)
         assert traces(model) == before, use
-
-
-def test_two_targets_of_one_model_do_not_disturb_each_other() -> None:
-    model = build("gemma3")
-    first, second = Target(model), Target(model)
-    view = DraftView(first, [1, 2], [1, 2], keep_boundary=True)
-    expected = full_logits(second, ids_of())
-    view.forward(ids_of(), first.new_cache(LENGTH), 0)
-    assert torch.equal(full_logits(second, ids_of()), expected)
-    assert torch.equal(model(ids_of()).logits[0], expected)
 
 
 def test_model_without_the_configured_number_of_blocks_is_refused() -> None:

@@ -12,20 +12,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decoding.decode import speculative
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import Fixed
-from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafts import Draft, LayerSkip
 from decoding.errors import UnsupportedModelError
-from decoding.rounds import Generation
 from decoding.runners.buckets import GPU_BUCKETS
 from decoding.runners.eager import RunnerFactory
 from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.static import StaticRunner
 from decoding.runners.tape import Tapes
 from decoding.target import Target
-from decoding.target.heads import new_exit_head
 from decoding.target.weights import ModelWeights
 from tests.support.fake_graphs import FakeGraphs
 from tests.support.families import build
@@ -157,11 +153,7 @@ def decoders(target: Target) -> list[Decoder]:
     ("runner", "change"),
     [
         *(("graphs", change) for change in CHANGES),
-        *(
-            (runner, change)
-            for runner in ("graphs, fused", "tapes")
-            for change in (away_and_back, loaded, merged_in_place)
-        ),
+        *((runner, change) for runner in ("graphs, fused", "tapes") for change in (away_and_back, merged_in_place)),
     ],
     ids=lambda each: each if isinstance(each, str) else each.__name__,
 )
@@ -245,32 +237,6 @@ def test_a_fused_target_beside_another_leaves_both_right() -> None:
         assert [each.generate(REQUEST).tokens for each in (second, first, third)] == [expected] * 3
 
 
-def test_a_sequence_goes_on_while_a_fused_target_is_made() -> None:
-    """Its recordings would read memory that is freed as the weights move."""
-    model = tiny()
-    decoder = plain_decoder(Target(model, graphs()))
-    expected = decoder.generate(REQUEST)
-    steps = decoder.steps(REQUEST)
-    done = [next(steps) for _ in range(4)]
-    Target(model, graphs(FUSED))
-    assert Generation.collect([*done, *steps]).tokens == expected.tokens
-
-
-def test_a_head_that_a_fused_target_moves_is_recorded_again() -> None:
-    model = tiny()
-    first, second = Target(model, graphs()), Target(model, graphs(FUSED))
-    head = new_exit_head(first)
-
-    def text(target: Target) -> tuple[int, ...]:
-        steps = speculative(target, drafters[target], RULE.controller(), REQUEST)
-        return Generation.collect(steps).tokens
-
-    drafters = {first: EarlyExitDrafter(first, 1, head)}
-    expected = text(first)
-    drafters[second] = EarlyExitDrafter(second, 1, head)
-    assert [text(second), text(first)] == [expected] * 2
-
-
 def test_prepared_sequences_are_prepared_again_after_a_change() -> None:
     target = Target(tiny(), graphs())
     decoder = Decoder(target, DRAFT, RULE)
@@ -283,7 +249,6 @@ def test_prepared_sequences_are_prepared_again_after_a_change() -> None:
         assert num_recorded(target) == recorded
 
 
-@pytest.mark.parametrize("runner", ["graphs", "eager"])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -296,23 +261,14 @@ def test_prepared_sequences_are_prepared_again_after_a_change() -> None:
     ],
     ids=["precision", "device", "module"],
 )
-def test_a_model_that_needs_a_new_target_is_refused(
-    change: Callable[[PreTrainedModel], object], message: str, runner: str
-) -> None:
+def test_a_model_that_needs_a_new_target_is_refused(change: Callable[[PreTrainedModel], object], message: str) -> None:
     model = tiny()
-    decoder = plain_decoder(Target(model, graphs() if runner == "graphs" else "eager"))
+    decoder = plain_decoder(Target(model, graphs()))
     decoder.generate(REQUEST)
     change(model)
     for _ in range(2):
         with pytest.raises(UnsupportedModelError, match=message):
             decoder.generate(REQUEST)
-
-
-def test_weights_that_are_no_numbers_are_no_change() -> None:
-    model = tiny()
-    model.model.layers[0].mlp.up_proj.weight.data.fill_(torch.nan)
-    target = Target(model, graphs())
-    assert not target.follow_weights()
 
 
 def test_another_device_s_values_are_compared_too() -> None:
