@@ -128,8 +128,8 @@ def test_a_persistent_controller_observes_its_own_sequence_only() -> None:
     assert decoder.adapted_rule() == first.adapted_rule() != rule
 
 
-@pytest.mark.parametrize("after", [5])
-def test_a_batch_that_is_dropped_or_fails_leaves_the_next_as_it_is(after: int) -> None:
+def test_a_batch_that_is_dropped_or_fails_leaves_the_next_as_it_is() -> None:
+    after = 5
     target = target_of("llama")
     decoder = Decoder(target, DRAFTS["lookup, then blocks"], Fixed(max_tokens=3))
     requests = _requests()

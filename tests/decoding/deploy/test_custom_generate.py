@@ -355,8 +355,8 @@ def test_history_that_the_draft_does_not_read_is_refused(model: LlamaForCausalLM
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("exact_width", [4])
-def test_runner_and_mode_are_as_the_profile_says(model: LlamaForCausalLM, exact_width: int | None) -> None:
+def test_runner_and_mode_are_as_the_profile_says(model: LlamaForCausalLM) -> None:
+    exact_width = 4
     decoding = Decoding(runner="static", exact_width=exact_width)
     decoder = load_decoder(profile_of(model).model_copy(update={"decoding": decoding}))
     drafted = model.generate(PROMPT, max_new_tokens=20, do_sample=False, custom_generate=decoder)

@@ -169,8 +169,8 @@ def test_filled_caches_that_cannot_be_continued_are_refused(
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("kind", ["exit"])
-def test_a_head_needs_a_cache_that_it_has_read(model: LlamaForCausalLM, tmp_path: Path, kind: str) -> None:
+def test_a_head_needs_a_cache_that_it_has_read(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    kind = "exit"
     decoder = load_decoder(profile_of(model, _draft(kind, model, tmp_path)), folder=tmp_path)
     with pytest.raises(UnsupportedRequestError, match="has not read these turns") as refused:
         decoder.generate(model, FIRST, past_key_values=_filled(model), **TURN)

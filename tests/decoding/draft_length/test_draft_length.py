@@ -163,8 +163,8 @@ class TestEveryRule:
 @pytest.mark.parametrize(
     ("threshold", "decision"), [(0.74, Decision.CONTINUE), (0.76, Decision.LAST), (0.0, Decision.CONTINUE)]
 )
-@pytest.mark.parametrize("num_drafted", [3])
-def test_token_below_the_threshold_is_the_last(threshold: float, decision: Decision, num_drafted: int) -> None:
+def test_token_below_the_threshold_is_the_last(threshold: float, decision: Decision) -> None:
+    num_drafted = 3
     controller = TopProbability(threshold=threshold).controller()
     assert controller.decide(num_drafted, distribution(0.75, 0.25)) is decision
 

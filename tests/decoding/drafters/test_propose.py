@@ -63,10 +63,10 @@ def drafted(
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("length", [7])
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_draft_written_at_once_is_the_one_written_token_by_token(runner: str, kind: str, length: int) -> None:
+def test_a_draft_written_at_once_is_the_one_written_token_by_token(runner: str, kind: str) -> None:
+    length = 7
     target = target_by(runner)
     drafter = DRAFTERS[kind](target)
     at_once, tokens, blind = drafted(target, drafter, Controller(length))

@@ -87,10 +87,8 @@ def decoded(target: Target, exit_layer: int, rule: DraftLengthRule) -> tuple[Rou
     return Generation.collect(speculative(target, drafter, rule.controller(), Request(PROMPT, Ending(40)))).rounds
 
 
-@pytest.mark.parametrize("exit_layer", [3])
-def test_rounds_of_a_fixed_length_are_those_of_real_decoding(
-    target: Target, text: tuple[int, ...], exit_layer: int
-) -> None:
+def test_rounds_of_a_fixed_length_are_those_of_real_decoding(target: Target, text: tuple[int, ...]) -> None:
+    exit_layer = 3
     recording = recording_of(target, text, exit_layer)
     for length in (1, 3, 7):
         watched = Watched(max_tokens=length)
