@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -218,28 +217,28 @@ def _unless_empty(residual: Tensor, target: Tensor) -> Tensor:
     return torch.where(residual.sum() > 0, residual, target)
 
 
-class Acceptance(Protocol):
-    """How tokens are chosen and drafts are judged.
+class Greedy:
+    """The most likely token is always chosen.
 
-    `scores` are processed logits. Tokens and verdicts stay on the device.
+    Here and in `Sampling`, `scores` are processed logits. Tokens and verdicts stay on the device.
     """
 
-    @property
-    def is_greedy(self) -> bool:
-        """True if the most likely token is always chosen."""
+    is_greedy = True
 
-    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+    def choose(self, scores: Tensor) -> tuple[Tensor, None]:
         """Choose a token from `scores` [vocabulary].
 
         Return its id [1] and the distribution [vocabulary] it was sampled from, or None if it was not sampled.
         """
+        return most_likely(scores[None]), None
 
-    def choose_several(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
+    def choose_several(self, scores: Tensor, count: int) -> tuple[Tensor, None]:
         """Choose a token and up to `count` other candidates from `scores` [vocabulary].
 
         Return their ids [1 + count or fewer], the token first, and the distribution that they were sampled from without
         replacement, or None.
         """
+        return scores.topk(min(1 + count, scores.shape[-1])).indices, None
 
     def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> Tensor:
         """Judge `drafted` [k] by the target's `scores` [k + 1, vocabulary].
@@ -247,27 +246,13 @@ class Acceptance(Protocol):
         The drafts were sampled from `probabilities` [k, vocabulary]; None means that they were not sampled. Return
         the verdict [2 + k].
         """
+        return accept_greedy(drafted, most_likely(scores))
 
     def accept_tree(self, drafted: Tensor, leaves: Leaves, probabilities: Tensor | None, scores: Tensor) -> Tensor:
         """Judge a chain `drafted` [k] and its leaves by the target's `scores` [k + 1 + m, vocabulary].
 
         Drafts and leaves were sampled from `probabilities` [k, vocabulary]; None if greedy. Return the tree verdict [4 + k].
         """
-
-
-class Greedy:
-    is_greedy = True
-
-    def choose(self, scores: Tensor) -> tuple[Tensor, None]:
-        return most_likely(scores[None]), None
-
-    def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> Tensor:
-        return accept_greedy(drafted, most_likely(scores))
-
-    def choose_several(self, scores: Tensor, count: int) -> tuple[Tensor, None]:
-        return scores.topk(min(1 + count, scores.shape[-1])).indices, None
-
-    def accept_tree(self, drafted: Tensor, leaves: Leaves, probabilities: Tensor | None, scores: Tensor) -> Tensor:
         return accept_leaf_greedy(drafted, leaves, most_likely(scores))
 
 
@@ -302,3 +287,7 @@ class Sampling:
         return accept_leaf_sampled(
             drafted, leaves, probabilities, torch.softmax(scores.float(), dim=-1), self._generator
         )
+
+
+Acceptance = Greedy | Sampling
+"""How tokens are chosen and drafts are judged."""

@@ -8,77 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from decoding.acceptance import Acceptance, Greedy, Leaves, accept_greedy, accept_leaf_greedy
-from decoding.cache.earlier_turns import EarlierTurns
+from decoding.acceptance import Leaves, accept_greedy, accept_leaf_greedy
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
 from decoding.drafters.contract import Drafter, Proposal
-from decoding.drafts.history import RequestHistory
 from decoding.rounds import Prefill, Round
 from decoding.runners.contract import Outputs
 from decoding.target import Target
-from decoding.text import Ending, Shaping, TokenSequence
+from decoding.text import Request, TokenSequence
 
-
-@dataclass(frozen=True)
-class Request:
-    """One sequence to generate: prompt token ids, choice and shaping of tokens, stopping conditions.
-
-    `history` holds earlier answers that a draft may copy from. `turns` is the cache of earlier turns: the tokens in it
-    are not computed again, and it is extended when the sequence has ended.
-    """
-
-    prompt: Sequence[int]
-    ending: Ending
-    acceptance: Acceptance = field(default_factory=Greedy)
-    shaping: Shaping = field(default_factory=Shaping)
-    history: RequestHistory | None = None
-    turns: EarlierTurns | None = None
-
-    def __post_init__(self) -> None:
-        if not self.prompt:
-            raise ValueError("the prompt is empty: at least one token is needed to continue from")
-
-    @property
-    def takes_most_likely(self) -> bool:
-        """True if the most likely token by the model's own logits is always chosen."""
-        return self.acceptance.is_greedy and not self.shaping.processors
-
-    def choose(self, sequence: TokenSequence, outputs: Outputs) -> Tensor:
-        """Choose the token [1] after the sequence by a pass with logits [1, vocabulary]."""
-        if self.takes_most_likely:
-            return outputs.choices
-        return self.acceptance.choose(self.shaping.one(sequence, 0, outputs.logits))[0]
-
-    def judge(self, sequence: TokenSequence, draft: Proposal, outputs: Outputs) -> Tensor:
-        """Return the verdict [2 + num_tokens] on a draft by its verification (see `decoding.acceptance`).
-
-        It is a tree verdict [4 + num_tokens] if the draft has leaves.
-        """
-        if draft.leaves is not None:
-            return self._judge_tree(sequence, draft, draft.leaves, outputs)
-        if self.takes_most_likely and outputs.verdict is not None:
-            return outputs.verdict
-        drafted = sequence.written(sequence.length, sequence.length + draft.num_tokens)[0]
-        if self.takes_most_likely:
-            return accept_greedy(drafted, outputs.choices)
-        return self.acceptance.accept(drafted, draft.probabilities, self.shaping.all(sequence, outputs.logits))
-
-    def _judge_tree(self, sequence: TokenSequence, draft: Proposal, leaves: Leaves, outputs: Outputs) -> Tensor:
-        drafted = sequence.written(sequence.length, sequence.length + draft.num_tokens)[0]
-        if self.takes_most_likely:
-            return accept_leaf_greedy(drafted, leaves, outputs.choices)
-        num_chain = draft.num_tokens + 1
-        of_chain = self.shaping.all(sequence, outputs.logits[:num_chain])
-        of_leaves = self.shaping.beside(sequence, leaves, outputs.logits[num_chain:])
-        scores = torch.cat([of_chain, of_leaves])
-        return self.acceptance.accept_tree(drafted, leaves, draft.probabilities, scores)
+__all__ = ["NewCache", "ReadPrompt", "Request", "autoregressive", "capacity_for", "judge", "speculative"]
 
 
 NewCache = Callable[[int], KVCache]
@@ -93,9 +37,6 @@ def autoregressive(
 ) -> Iterator[Prefill | Round]:
     """Decode plainly: one token of the target per round. Yields the prefill first.
 
-    With the feature `plain_chain` (`decoding.runners.features`) several rounds follow one another before the host looks
-    at their tokens; the seconds of all are shared equally among their records.
-
     `new_cache` makes the sequence's cache; the default is the target's own. `read_prompt` replaces the pass over the
     prompt.
     """
@@ -103,43 +44,16 @@ def autoregressive(
     sequence, cache = _begin(target, request, new_cache)
     prefill, ended = _prefill(lambda: read(sequence, cache), request, sequence, cache)
     yield prefill
-    chain = target.runner.features.plain_chain
-    if chain is None or not request.takes_most_likely or request.ending.criteria:
-        write = partial(_write_one, target)
-    else:
-        write = partial(_write_chain, target, num_tokens=chain)
     while not ended:
         start = time.perf_counter()
-        tokens, ended = write(request, sequence, cache)
-        share = (time.perf_counter() - start) / len(tokens)
-        for token in tokens:
-            yield Round((token,), num_drafted=0, num_accepted=0, seconds=share, draft_seconds=0.0)
+        token_ids = sequence.span(cache.length, sequence.length)
+        outputs = target.run(target.whole, token_ids, cache, cache.length, last_only=True)
+        token = request.choose(sequence, outputs)
+        sequence.write(0, token)
+        cache.length = sequence.length
+        tokens, ended = request.ending.append(sequence, sequence.read(token))
+        yield Round(tokens, num_drafted=0, num_accepted=0, seconds=time.perf_counter() - start, draft_seconds=0.0)
     _keep(request, sequence, cache)
-
-
-def _write_one(
-    target: Target, request: Request, sequence: TokenSequence, cache: KVCache
-) -> tuple[tuple[int, ...], bool]:
-    """Append one token; return it, and True if the sequence has ended."""
-    token_ids = sequence.span(cache.length, sequence.length)
-    outputs = target.run(target.whole, token_ids, cache, cache.length, last_only=True)
-    token = request.choose(sequence, outputs)
-    sequence.write_chosen(0, token)
-    cache.length = sequence.length
-    return request.ending.append(sequence, sequence.read(token))
-
-
-def _write_chain(
-    target: Target, request: Request, sequence: TokenSequence, cache: KVCache, *, num_tokens: int
-) -> tuple[tuple[int, ...], bool]:
-    """Append `num_tokens` tokens or as many as remain, then look for the end; tokens after it are dropped."""
-    num_tokens = min(num_tokens, request.ending.remaining(sequence))
-    token_ids = sequence.span(cache.length, sequence.length)
-    written = target.write_greedily(target.whole, token_ids, cache, cache.length, num_tokens).token_ids
-    sequence.write_chosen(0, written)
-    tokens, ended = request.ending.append(sequence, sequence.read(written))
-    cache.length = sequence.length - 1
-    return tokens, ended
 
 
 @torch.inference_mode()
@@ -165,14 +79,12 @@ def speculative(
         limit = request.ending.remaining(sequence) - 1
         if (widest := target.widest_pass(cache.length)) is not None:
             limit = min(limit, widest - 1)
-        draft = drafter.draft(sequence, cache, controller, request.shaping, request.acceptance, limit)
+        draft = drafter.draft(sequence, cache, controller, request, limit)
         drafted_at = time.perf_counter()
         if draft.num_positions == 0 and request.takes_most_likely:
             num_accepted, chosen = _settle_plain(request, sequence, cache, drafter.verify(sequence, cache, draft))
         else:
-            verdict = draft.verdict
-            if verdict is None:
-                verdict = request.judge(sequence, draft, drafter.verify(sequence, cache, draft))
+            verdict = judge(request, sequence, draft, drafter.verify(sequence, cache, draft))
             settle = _settle_chain if draft.leaves is None else _settle_tree
             num_accepted, chosen = settle(sequence, cache, draft, verdict)
         tokens, ended = request.ending.append(sequence, chosen)
@@ -190,12 +102,38 @@ def speculative(
     _keep(request, sequence, cache)
 
 
+def judge(request: Request, sequence: TokenSequence, draft: Proposal, outputs: Outputs) -> Tensor:
+    """Return the verdict [2 + num_tokens] on a draft by its verification (see `decoding.acceptance`).
+
+    It is a tree verdict [4 + num_tokens] if the draft has leaves.
+    """
+    if draft.leaves is not None:
+        return _judge_tree(request, sequence, draft, draft.leaves, outputs)
+    if request.takes_most_likely and outputs.verdict is not None:
+        return outputs.verdict
+    drafted = sequence.written(sequence.length, sequence.length + draft.num_tokens)[0]
+    if request.takes_most_likely:
+        return accept_greedy(drafted, outputs.choices)
+    return request.acceptance.accept(drafted, draft.probabilities, request.shaping.all(sequence, outputs.logits))
+
+
+def _judge_tree(request: Request, sequence: TokenSequence, draft: Proposal, leaves: Leaves, outputs: Outputs) -> Tensor:
+    drafted = sequence.written(sequence.length, sequence.length + draft.num_tokens)[0]
+    if request.takes_most_likely:
+        return accept_leaf_greedy(drafted, leaves, outputs.choices)
+    num_chain = draft.num_tokens + 1
+    of_chain = request.shaping.all(sequence, outputs.logits[:num_chain])
+    of_leaves = request.shaping.beside(sequence, leaves, outputs.logits[num_chain:])
+    scores = torch.cat([of_chain, of_leaves])
+    return request.acceptance.accept_tree(drafted, leaves, draft.probabilities, scores)
+
+
 def _settle_plain(
     request: Request, sequence: TokenSequence, cache: KVCache, outputs: Outputs
 ) -> tuple[int, Sequence[int]]:
     """Write the most likely token of a round that drafted nothing, at the cost of a plain step: there is nothing to judge."""
     token = request.choose(sequence, outputs)
-    sequence.write_chosen(0, token)
+    sequence.write(0, token)
     cache.roll_back(sequence.length)
     return 0, sequence.read(token)
 
@@ -205,7 +143,7 @@ def _settle_chain(
 ) -> tuple[int, Sequence[int]]:
     """Write the token after the accepted drafts; return their number, and all tokens of the round."""
     num_accepted, token, *drafted = sequence.read(verdict)
-    sequence.write_chosen(num_accepted, verdict[1:2])
+    sequence.write(num_accepted, verdict[1:2])
     cache.roll_back(sequence.length + num_accepted)
     return num_accepted, [*drafted[:num_accepted], token]
 
@@ -216,10 +154,10 @@ def _settle_tree(
     """Do what `_settle_chain` does; an accepted leaf and the token after it follow the accepted drafts."""
     num_accepted, leaf, token, after, *drafted = sequence.read(verdict)
     if leaf < 0:
-        sequence.write_chosen(num_accepted, verdict[2:3])
+        sequence.write(num_accepted, verdict[2:3])
         cache.roll_back(sequence.length + num_accepted)
         return num_accepted, [*drafted[:num_accepted], token]
-    sequence.write_chosen(num_accepted, verdict[2:4])
+    sequence.write(num_accepted, verdict[2:4])
     end = sequence.length + num_accepted
     cache.move(sequence.length + draft.num_tokens + leaf, end, leaf)
     cache.roll_back(end + 1)
@@ -260,7 +198,7 @@ def _prefill(
 ) -> tuple[Prefill, bool]:
     start = time.perf_counter()
     token = request.choose(sequence, Outputs(read_prompt(), None))
-    sequence.write_chosen(0, token)
+    sequence.write(0, token)
     cache.length = sequence.length
     tokens, ended = request.ending.append(sequence, sequence.read(token))
     return Prefill(tokens[0], time.perf_counter() - start), ended

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from decoding.acceptance import Acceptance, Greedy
 from decoding.cache.kv_cache import Storage
-from decoding.decode import NewCache, Request, autoregressive, capacity_for, speculative
+from decoding.decode import NewCache, autoregressive, capacity_for, speculative
 from decoding.draft_length import Controller, DraftLengthRule, Fixed
 from decoding.drafters.build import build_drafter
 from decoding.drafters.contract import Drafter
@@ -21,6 +21,7 @@ from decoding.profile import Decoding
 from decoding.rehearsal import Contexts, Rehearsal, Steering
 from decoding.rounds import BatchGeneration, Generation, Prefill, Round
 from decoding.target import Target
+from decoding.text import Request
 
 
 class Decoder:

@@ -5,10 +5,10 @@ Beside exit heads a folder may hold one feature head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from decoding.documents.atomic_write import write_atomically
 from decoding.drafts import DraftDocument, EarlyExit, FeatureHeadDraft
@@ -34,6 +34,7 @@ PromptTokenIds = Sequence[Sequence[int]]
 """Token ids of prompts."""
 
 DraftT = TypeVar("DraftT", bound=DraftDocument)
+HeadT = TypeVar("HeadT", ExitHead, FeatureHead)
 
 
 class HeadFolder:
@@ -46,62 +47,64 @@ class HeadFolder:
         self._target = target
         self.folder = folder
         # A plain dictionary: a cached method would refer to itself, and keep all this until a garbage collection.
-        self._loaded: dict[tuple[int, str, str], ExitHead] = {}
-        self._loaded_feature: tuple[str, FeatureHead] | None = None
+        self._loaded: dict[tuple[object, ...], Any] = {}
 
     def facts(self, exit_layer: int) -> HeadFacts | None:
         """Return the metadata of an exit's head, or None if the folder has no head for it."""
         path = self.folder / head_name(exit_layer)
-        if not path.exists():
-            return None
         facts = self._own_facts(path)
-        if facts.exit_layer != exit_layer:
+        if facts is not None and facts.exit_layer != exit_layer:
             raise ExitHeadError(f"the exit head {path} is for exit layer {facts.exit_layer}, whatever its name says")
         return facts
+
+    def feature_facts(self) -> HeadFacts | None:
+        """Return the metadata of the feature head, or None if the folder has none."""
+        return self._own_facts(self.folder / FEATURE_HEAD)
 
     def drafts(self, exit_layers: Iterable[int], *, held_out: PromptTokenIds = ()) -> dict[int, EarlyExit]:
         """Return the draft of each of `exit_layers` that has a head, by exit layer.
 
         Raises `ExitHeadError` also for a head trained on a prompt of `held_out`, whose figures it would inflate.
         """
-        found = {}
-        for exit_layer in exit_layers:
-            if (facts := self.facts(exit_layer)) is None:
-                continue
-            path = self.folder / head_name(exit_layer)
-            _refuse_overlap(held_out, path, facts)
-            found[exit_layer] = EarlyExit(
-                exit_layer=exit_layer,
-                head=path.name,
-                head_sha256=file_sha256(path),
-                draft_vocabulary=facts.draft_vocabulary,
-            )
-        return found
-
-    def feature_facts(self) -> HeadFacts | None:
-        """Return the metadata of the feature head, or None if the folder has none."""
-        path = self.folder / FEATURE_HEAD
-        return self._own_facts(path) if path.exists() else None
+        known = {exit_layer: self.facts(exit_layer) for exit_layer in exit_layers}
+        return {
+            exit_layer: EarlyExit(exit_layer=exit_layer, **self._keys(head_name(exit_layer), facts, held_out))
+            for exit_layer, facts in known.items()
+            if facts is not None
+        }
 
     def feature_draft(self, *, held_out: PromptTokenIds = ()) -> FeatureHeadDraft | None:
-        """Return the draft of the feature head, or None if the folder has none.
+        """Return the draft of the feature head, or None if the folder has none; otherwise as `drafts`."""
+        facts = self.feature_facts()
+        return None if facts is None else FeatureHeadDraft(**self._keys(FEATURE_HEAD, facts, held_out))
 
-        Raises `ExitHeadError` also for a head trained on a prompt of `held_out`.
-        """
-        if (facts := self.feature_facts()) is None:
-            return None
-        path = self.folder / FEATURE_HEAD
+    def _keys(self, name: str, facts: HeadFacts, held_out: PromptTokenIds) -> dict[str, Any]:
+        """Return what a document says about its head."""
+        path = self.folder / name
         _refuse_overlap(held_out, path, facts)
-        sha256 = file_sha256(path)
-        return FeatureHeadDraft(head=path.name, head_sha256=sha256, draft_vocabulary=facts.draft_vocabulary)
+        return {"head": name, "head_sha256": file_sha256(path), "draft_vocabulary": facts.draft_vocabulary}
+
+    def get(self, draft: EarlyExit) -> ExitHead:
+        """Return the loaded head of `draft`, which must have one; raise `ExitHeadError` if its file is missing or differs."""
+        return self._read(draft, partial(load_exit_head, exit_layer=draft.exit_layer))
 
     def feature_head(self, draft: FeatureHeadDraft) -> FeatureHead:
         """Return the loaded head of `draft`; raise `ExitHeadError` if its file is missing or differs."""
-        if self._loaded_feature is None or self._loaded_feature[0] != draft.head_sha256:
-            path = self.folder / draft.head
-            check_head_file(path, draft.head_sha256)
-            self._loaded_feature = draft.head_sha256, load_feature_head(path, self._target, self._model)
-        return self._loaded_feature[1]
+        return self._read(draft, load_feature_head)
+
+    def _read(self, draft: EarlyExit | FeatureHeadDraft, load: Callable[..., HeadT]) -> HeadT:
+        head = draft.trained_head
+        assert head is not None, "an exit without a head needs none"
+        key = head.file, head.sha256, getattr(draft, "exit_layer", None)
+        loaded: HeadT | None = self._loaded.pop(key, None)
+        if loaded is None:
+            path = self.folder / head.file
+            check_head_file(path, head.sha256)
+            loaded = load(path, self._target, model=self._model)
+        self._loaded[key] = loaded  # last, as the one used latest
+        if len(self._loaded) > MAX_LOADED:
+            del self._loaded[next(iter(self._loaded))]
+        return loaded
 
     def missing(self, exit_layers: Iterable[int]) -> tuple[int, ...]:
         """Return the layers of `exit_layers` that have no head, ascending."""
@@ -121,17 +124,6 @@ class HeadFolder:
         existing = self._existing(exit_layers, feature_head)
         runs = {(each.training.seconds, each.training.steps) for each in existing if each.training}
         return sum(seconds for seconds, _ in runs)
-
-    def get(self, draft: EarlyExit) -> ExitHead:
-        """Return the loaded head of `draft`, which must have one; raise `ExitHeadError` if its file is missing or differs."""
-        assert draft.head is not None, "an exit without a head needs none"
-        assert draft.head_sha256 is not None, "a draft with a head has its hash"
-        key = draft.exit_layer, draft.head, draft.head_sha256
-        head = self._loaded.pop(key) if key in self._loaded else self._read(*key)
-        self._loaded[key] = head  # last, as the one used latest
-        if len(self._loaded) > MAX_LOADED:
-            del self._loaded[next(iter(self._loaded))]
-        return head
 
     def copy_beside(self, draft: DraftT, profile: Path) -> DraftT:
         """Copy the head of `draft`, if it has one, beside `profile`, named after it, and return the draft with the new names.
@@ -156,8 +148,10 @@ class HeadFolder:
     def _model(self) -> Fingerprint:
         return fingerprint(self._target.model)
 
-    def _own_facts(self, path: Path) -> HeadFacts:
-        """Return the metadata of a head of the target; raise `ExitHeadError` for one of another model."""
+    def _own_facts(self, path: Path) -> HeadFacts | None:
+        """Return the metadata of a head of the target, None without one; raise `ExitHeadError` for one of another model."""
+        if not path.exists():
+            return None
         facts = read_facts(path)
         if (facts.config_sha256, facts.weights_sha256) != (self._model.config_sha256, self._model.weights_sha256):
             raise ExitHeadError(
@@ -168,10 +162,6 @@ class HeadFolder:
     def _existing(self, exit_layers: Iterable[int], feature_head: bool) -> list[HeadFacts]:
         known = [self.facts(layer) for layer in exit_layers] + ([self.feature_facts()] if feature_head else [])
         return [facts for facts in known if facts is not None]
-
-    def _read(self, exit_layer: int, name: str, sha256: str) -> ExitHead:
-        check_head_file(self.folder / name, sha256)
-        return load_exit_head(self.folder / name, self._target, exit_layer, self._model)
 
 
 def list_feature_head(folder: Path) -> HeadFacts | None:

@@ -10,8 +10,7 @@ sequences. Prompts are read one by one: prefill is compute-bound, and padding wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -30,6 +29,8 @@ from decoding.token_memory import BatchTokens, TokenRow
 
 Loop = Callable[[NewCache], Iterator[Prefill | Round]]
 """Starts to decode one sequence with the given cache factory."""
+Event = Prefill | Round | Exception | None
+"""A record of a sequence, the error that ended it, or None: it has ended."""
 
 
 @torch.inference_mode()
@@ -40,30 +41,94 @@ def decode_in_lockstep(target: Target, loops: Sequence[Loop], capacity: int) -> 
     others. If the target's sequences cannot share passes (`Target.unbatchable_reason`), they take turns, one round
     each.
     """
-    if shared_batch_size(target, len(loops)) > 1:
-        yield from _records(Lockstep(target, len(loops), capacity), loops)
-        return
-    writing = {row: loop(target.new_cache) for row, loop in enumerate(loops)}
-    while writing:
-        for row, steps in list(writing.items()):
-            step = next(steps, None)
-            if step is None:
-                del writing[row]
-            else:
-                yield row, step
+    rows = new_rows(target, len(loops), capacity)
+    try:
+        for row, loop in enumerate(loops):
+            rows.start(row, loop)
+        while (events := rows.advance()) or rows.running:
+            for row, event in events:
+                if isinstance(event, Exception):
+                    raise event
+                if event is not None:
+                    yield row, event
+    finally:
+        for row in list(rows.running):
+            rows.stop(row)
 
 
-def _records(sequences: Lockstep, loops: Sequence[Loop]) -> Iterator[tuple[int, Prefill | Round]]:
-    """Yield the records of all loops, after each shared pass."""
-    records: list[tuple[int, Prefill | Round]] = []
+class SharedRows:
+    """Sequences of at most `capacity` positions in lockstep: their simultaneous passes are one pass.
 
-    def write(row: int, loop: Loop) -> None:
-        records.extend((row, step) for step in loop(partial(sequences.new_cache, row)))
+    A row whose sequence has ended is free.
+    """
 
-    with closing(sequences.run([partial(write, row, loop) for row, loop in enumerate(loops)])) as passes:
-        for _ in passes:
-            yield from records
-            records.clear()
+    def __init__(self, target: Target, num_rows: int, capacity: int) -> None:
+        self._lockstep = Lockstep(target, num_rows, capacity)
+        self._events: list[tuple[int, Event]] = []
+
+    @property
+    def running(self) -> Set[int]:
+        return self._lockstep.running
+
+    def start(self, row: int, loop: Loop) -> None:
+        self._lockstep.start(row, partial(self._decode, row, loop))
+
+    def _decode(self, row: int, loop: Loop) -> None:
+        end: Exception | None = None
+        try:
+            for step in loop(partial(self._lockstep.new_cache, row)):
+                self._events.append((row, step))
+        except Exception as error:  # of this sequence only: its processors, or its settings
+            end = error
+        self._events.append((row, end))
+
+    def advance(self) -> list[tuple[int, Event]]:
+        """Run one shared pass, one prompt, or one transfer to the host."""
+        if self.running:
+            self._lockstep.advance()
+        events, self._events = self._events, []
+        return events
+
+    def stop(self, row: int) -> None:
+        self._lockstep.stop(row)
+
+
+class TurnRows:
+    """The same for sequences that cannot share passes: each runs a round in turn."""
+
+    def __init__(self, target: Target, num_rows: int, capacity: int) -> None:
+        self._target = target
+        self._steps: dict[int, Iterator[Prefill | Round]] = {}
+
+    @property
+    def running(self) -> Set[int]:
+        return self._steps.keys()
+
+    def start(self, row: int, loop: Loop) -> None:
+        """Begin a sequence; its prompt is read in its first turn."""
+        self._steps[row] = loop(self._target.new_cache)
+
+    def advance(self) -> list[tuple[int, Event]]:
+        """Run a round of each sequence."""
+        events: list[tuple[int, Event]] = []
+        for row, steps in list(self._steps.items()):
+            try:
+                event: Event = next(steps, None)
+            except Exception as error:  # see SharedRows
+                event = error
+            if not isinstance(event, Prefill | Round):
+                del self._steps[row]
+            events.append((row, event))
+        return events
+
+    def stop(self, row: int) -> None:
+        del self._steps[row]
+
+
+def new_rows(target: Target, num_rows: int, capacity: int) -> SharedRows | TurnRows:
+    """Return rows that share passes, if there are several and the target's sequences can."""
+    rows = SharedRows if shared_batch_size(target, num_rows) > 1 else TurnRows
+    return rows(target, num_rows, capacity)
 
 
 class Lockstep:
@@ -100,8 +165,8 @@ class Lockstep:
         cache.company = _Row(row, self._tokens.row(row), self._passes, self._reads)
         return cache
 
-    def run(self, tasks: Sequence[Callable[[], object]]) -> Generator[None]:
-        """Run each row's task to its end, pausing after every shared pass and every read."""
+    def run(self, tasks: Sequence[Callable[[], object]]) -> None:
+        """Run each row's task to its end."""
         if self._is_one:
             tasks[0]()
             return
@@ -110,7 +175,6 @@ class Lockstep:
                 self.start(row, task)
             while self._running:
                 self.advance()
-                yield
         finally:
             for row in list(self._running):
                 self.stop(row)
@@ -144,10 +208,6 @@ class Lockstep:
         finally:
             if task.dead:
                 del self._running[row]
-
-    def run_to_end(self, tasks: Sequence[Callable[[], object]]) -> None:
-        for _ in self.run(tasks):
-            pass
 
     def _answers(self) -> Mapping[int, object]:
         """Do what the most sequences can share next; return the answers by row."""
@@ -187,8 +247,7 @@ class Lockstep:
             return runner.write_together(chosen, passes, memory, min(lengths))
         outputs = runner.run_shared_pass(chosen, passes, memory)
         return {
-            row: outputs[row] if each.num_tokens is None else one_token(outputs[row], looks=each.request.looks)
-            for row, each in pending.items()
+            row: outputs[row] if each.num_tokens is None else one_token(outputs[row]) for row, each in pending.items()
         }
 
 
@@ -203,7 +262,7 @@ class _Pass:
 
 
 class _Row:
-    """The company of one sequence: it suspends the sequence until its request is answered."""
+    """The other sequences of a batch, as one of them meets them: it is suspended until its request is answered."""
 
     def __init__(self, row: int, tokens: TokenRow, passes: dict[int, _Pass], reads: dict[int, Tensor]) -> None:
         self.tokens = tokens

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import Fixed
 from decoding.drafts import LayerSkip
@@ -23,7 +22,7 @@ from decoding.profile import Decoding
 from decoding.target import Target
 from decoding.target.anatomy import refusing
 from decoding.target.soundness import check_skips, find_resume_difference, some_tokens
-from decoding.text import Ending
+from decoding.text import Ending, Request
 
 GENERATED_TOKENS = 24
 

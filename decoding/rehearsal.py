@@ -19,7 +19,7 @@ from torch import Tensor
 
 from decoding.acceptance import Acceptance, Leaves
 from decoding.cache.kv_cache import KVCache
-from decoding.decode import NewCache, ReadPrompt, Request, autoregressive, speculative
+from decoding.decode import NewCache, ReadPrompt, autoregressive, speculative
 from decoding.draft_length import Controller, Decision, DraftDistribution
 from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.prompt_lookup import steered_part
@@ -29,7 +29,7 @@ from decoding.rounds import Prefill, Round
 from decoding.runners.buckets import Buckets
 from decoding.runners.contract import Outputs
 from decoding.target import Target
-from decoding.text import Ending, Shaping, TokenSequence
+from decoding.text import Ending, Request, TokenSequence
 
 TOKEN = 0
 """The token that the sequences repeat: a prompt lookup finds it everywhere."""
@@ -140,7 +140,7 @@ class Rehearsal:
         Where nothing is recorded, one round of each kind is enough: it compiles what it needs.
         """
         if self._drafter is None:
-            self._rehearse_plain()
+            self._play_all([_Scene(start, (0,)) for start in self._starts(0)], None)
             return
         steered = steered_part(self._drafter)
         self._rehearse_lengths(steered)
@@ -151,12 +151,6 @@ class Rehearsal:
         if self._looks_up:
             self._rehearse_lookups(self._drafter)
         self._rehearse_pending(steered)
-
-    def _rehearse_plain(self) -> None:
-        """Write a token, or chains of any number of them with the feature `plain_chain`."""
-        for number in range(1, (self._target.runner.features.plain_chain or 1) + 1):
-            scenes = [_Scene(start, (0,) * number) for start in self._starts(0, num_rounds=number)]
-            self._play_all(scenes, None)
 
     def _rehearse_lengths(self, drafter: Drafter) -> None:
         longest = self._steering.max_tokens
@@ -297,23 +291,17 @@ class _Staged(Drafter):
         return self._read(sequence, cache)
 
     def draft(
-        self,
-        sequence: TokenSequence,
-        cache: KVCache,
-        controller: Controller,
-        shaping: Shaping,
-        acceptance: Acceptance,
-        limit: int,
+        self, sequence: TokenSequence, cache: KVCache, controller: Controller, request: Request, limit: int
     ) -> Proposal:
         if self._num_pending is not None:
             self.has_pending |= cache.pretend_pending(self._num_pending)
-        draft = self._drafter.draft(sequence, cache, controller, shaping, acceptance, limit)
+        draft = self._drafter.draft(sequence, cache, controller, request, limit)
         if not draft.num_tokens or not self._num_leaves:
             return replace(draft, leaves=None)
         leaves = Leaves(
             sequence.span(0, 1)[0].expand(self._num_leaves), [self._num_leaves, *[0] * (draft.num_tokens - 1)]
         )
-        sequence.write_draft(draft.num_tokens, leaves.token_ids)
+        sequence.write(draft.num_tokens, leaves.token_ids)
         return replace(draft, leaves=leaves)
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:

@@ -33,10 +33,7 @@ class Round:
     num_accepted: int
     seconds: float
     draft_seconds: float
-    """Seconds spent drafting; all of the round's if draft and verification were one recording (`whole_rounds`).
-
-    On a GPU these are the seconds of the launch if nothing waited for the draft.
-    """
+    """Seconds spent drafting; on a GPU those of the launch if nothing waited for the draft."""
     looked_up: bool = False
     """True if the drafts were copied from the sequence (prompt lookup) and not computed."""
     num_leaves: int = 0
@@ -106,11 +103,6 @@ class BatchGeneration:
     """Seconds until the last prompt was read."""
     decode_seconds: float
     """Seconds from the last prefill to the end of the last sequence."""
-
-    @classmethod
-    def of_one(cls, generation: Generation) -> BatchGeneration:
-        """Wrap a sequence decoded alone: its own seconds are the batch's seconds."""
-        return cls((generation,), generation.prefill.seconds, generation.decode_seconds)
 
     @property
     def num_decoded(self) -> int:

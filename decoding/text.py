@@ -1,4 +1,4 @@
-"""The sequence being generated, the shaping of scores, and the stopping conditions."""
+"""The sequence being generated, the shaping of scores, the stopping conditions, and the request that holds these."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from decoding.acceptance import Leaves
+from decoding.acceptance import Acceptance, Greedy, Leaves
+from decoding.cache.earlier_turns import EarlierTurns
 from decoding.cache.kv_cache import Company
 from decoding.drafts.history import RequestHistory
 from decoding.drafts.lookup import CopyIndex, CopySettings
-from decoding.token_memory import OwnTokens, TokenMemory
+from decoding.runners.contract import Outputs
+from decoding.token_memory import OwnTokens, TokenRow
 
 SettingsT = TypeVar("SettingsT", bound=Hashable)
 KeptT = TypeVar("KeptT")
@@ -43,7 +45,7 @@ class TokenSequence:
         history: RequestHistory | None = None,
     ) -> None:
         self._company = company
-        self._memory: TokenMemory = OwnTokens(capacity, device) if company is None else company.tokens
+        self._memory: OwnTokens | TokenRow = OwnTokens(capacity, device) if company is None else company.tokens
         self._memory.write_from_host(0, prompt)
         self.prompt_length = len(prompt)
         self.length = len(prompt)
@@ -86,12 +88,8 @@ class TokenSequence:
         self._memory.finish()
         return self.span(start, stop)
 
-    def write_draft(self, index: int, token_ids: Tensor) -> None:
-        """Write the draft's `token_ids` [n] after the sequence, starting at draft number `index`."""
-        self._memory.write(self.length + index, token_ids)
-
-    def write_chosen(self, index: int, token_ids: Tensor) -> None:
-        """Write the target's `token_ids` [n] after the sequence and its first `index` drafts."""
+    def write(self, index: int, token_ids: Tensor) -> None:
+        """Write `token_ids` [n], drafted or chosen by the target, after the sequence and its first `index` drafts."""
         self._memory.write(self.length + index, token_ids)
 
     def write_drafts(self, tokens: Sequence[int]) -> None:
@@ -188,3 +186,34 @@ class Ending:
         # All criteria are evaluated, as in plain decoding: some count their calls or stream the tokens.
         met = [bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.criteria]
         return any(met)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to generate: prompt token ids, choice and shaping of tokens, stopping conditions.
+
+    `history` holds earlier answers that a draft may copy from. `turns` is the cache of earlier turns: the tokens in it
+    are not computed again, and it is extended when the sequence has ended.
+    """
+
+    prompt: Sequence[int]
+    ending: Ending
+    acceptance: Acceptance = field(default_factory=Greedy)
+    shaping: Shaping = field(default_factory=Shaping)
+    history: RequestHistory | None = None
+    turns: EarlierTurns | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("the prompt is empty: at least one token is needed to continue from")
+
+    @property
+    def takes_most_likely(self) -> bool:
+        """True if the most likely token by the model's own logits is always chosen."""
+        return self.acceptance.is_greedy and not self.shaping.processors
+
+    def choose(self, sequence: TokenSequence, outputs: Outputs) -> Tensor:
+        """Choose the token [1] after the sequence by a pass with logits [1, vocabulary]."""
+        if self.takes_most_likely:
+            return outputs.choices
+        return self.acceptance.choose(self.shaping.one(sequence, 0, outputs.logits))[0]

@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from decoding.runners.shared_pass import staged
-
-
-class TokenMemory(Protocol):
-    """The token ids of one sequence."""
-
-    ids: Tensor
-    """[1, capacity]. Writes may be pending until `finish`; a pass of the sequence finishes them too."""
-
-    def write(self, start: int, token_ids: Tensor) -> None:
-        """Write tokens [n] of the device from position `start` on."""
-
-    def write_from_host(self, start: int, token_ids: Sequence[int]) -> None:
-        """Write tokens of the host from position `start` on, without waiting for the device."""
-
-    def finish(self) -> None:
-        """Do the pending writes."""
 
 
 class OwnTokens:
@@ -34,9 +17,11 @@ class OwnTokens:
         self.ids = torch.zeros((1, capacity), dtype=torch.long, device=device)
 
     def write(self, start: int, token_ids: Tensor) -> None:
+        """Write tokens [n] of the device from position `start` on."""
         self.ids[0, start : start + token_ids.shape[0]] = token_ids
 
     def write_from_host(self, start: int, token_ids: Sequence[int]) -> None:
+        """Write tokens of the host from position `start` on, without waiting for the device."""
         self.write(start, staged(token_ids, self.ids.device))
 
     def finish(self) -> None:
@@ -80,7 +65,7 @@ class BatchTokens:
 
 
 class TokenRow:
-    """The token ids of one sequence of a batch."""
+    """The token ids of one sequence of a batch: the same, but writes are pending until `finish`; a pass finishes them too."""
 
     def __init__(self, batch: BatchTokens, row: int, ids: Tensor) -> None:
         self.ids = ids

@@ -1,7 +1,7 @@
 """Step: attention of one pass by each backend, called as a recorded pass calls it.
 
-Query heads that share keys are stacked as positions, under an additive mask, over the slots of the pass's bucket; flash attention,
-which takes no mask, is the kernel of variable lengths.
+Query heads that share keys are stacked as positions, under an additive mask, over the slots of the pass's bucket. Flash attention
+takes no mask.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.roofline import seconds_by_events
 from benchmarks.gpu.shared import Shared
-from decoding.cache.last_position import used_lengths
-from decoding.errors import UnsupportedRunnerError, one_line
+from decoding.errors import one_line
 from decoding.runners.buckets import GPU_BUCKETS
 from decoding.runners.graphs import CudaGraphs
 from decoding.runners.masks import MaskKinds
 from decoding.target.attention import attention_backends, grouped_attention
-from decoding.target.varlen import find_kernel, varlen_attention
 from decoding.timing.passes import Stopwatch
 
 CONTEXTS, WIDTHS = (512, 4096), (1, 5)
@@ -55,7 +53,7 @@ def backends(shared: Shared, seconds: float) -> dict[str, Any]:
             row: dict[str, Any] = {"positions": width, "after": context, "backend": name}
             try:
                 row["us"] = 1e6 * _seconds(shared.device, call) / CALLS
-            except (RuntimeError, UnsupportedRunnerError) as cause:  # backends refuse what they cannot run
+            except RuntimeError as cause:  # backends refuse what they cannot run
                 row["refused"] = one_line(cause)[:80]
             rows.append(row)
     return {"rows": rows, "calls": CALLS}
@@ -84,16 +82,8 @@ def calls_of(device: torch.device, context: int, width: int) -> dict[str, Callab
         with attention_backends(device):
             return attend()
 
-    def attend_by_lengths() -> Tensor:
-        module = nn.Module()
-        module.__dict__.update(sdtune_kernel=find_kernel(device, dtype), sdtune_reach=(-1, 0))
-        return varlen_attention(module, query, by_slot[0], by_slot[1], lengths, scaling=HEAD_DIM**-0.5)[0]
-
-    # A cache of this kind of attention has the heads of a slot side by side.
-    by_slot = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in (keys, values)]
-    lengths = used_lengths(slots[:1] + width, width, num_slots)
     named = {backend.name.lower().removesuffix("_attention"): partial(attend_by, backend) for backend in BACKENDS}
-    return {"chosen by torch": attend_by_choice, **named, "flash by variable lengths": attend_by_lengths}
+    return {"chosen by torch": attend_by_choice, **named}
 
 
 def _seconds(device: torch.device, call: Callable[[], Tensor]) -> float:

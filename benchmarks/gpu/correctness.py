@@ -156,7 +156,7 @@ def _differences(
 
     def step(start: int) -> float:
         given = ids[:, start : start + 1]
-        return difference(views[0].forward(given, caches[0], start), views[1].forward(given, caches[1], start))
+        return difference(*(view.run(given, cache, start).logits for view, cache in zip(views, caches, strict=True)))
 
     def chain(start: int, count: int) -> float:
         """Return the largest logit that a drafted token gave away to the best one, relative to the largest."""
@@ -164,7 +164,7 @@ def _differences(
         drafted = views[0].write(first, caches[0], start, count).token_ids
         given = torch.cat([first[0], drafted])
         for index, token in enumerate(drafted.tolist()):
-            (logits,) = views[1].forward(given[index : index + 1][None], caches[1], start + index).float()
+            (logits,) = views[1].run(given[index : index + 1][None], caches[1], start + index).logits.float()
             worst = max(worst, float((logits.max() - logits[token]) / logits.abs().max().clamp_min(1e-6)))
         return worst
 

@@ -2,10 +2,8 @@
 
 First the compiler, which nothing else is to wait for; then whether replays compute what they should, as no figure means anything
 otherwise; then the figures that the project promises: roofline, switch of candidates, search, bench, batches, losslessness; then
-each kind of draft; then what decides about defaults: the features, one step each, so that one that compiles too long costs only
-itself, and attention. The step that moves the weights of the shared model comes after all others that record passes over it. For
-the last one transformers compiles the whole model: it is no part of the ten minutes, and gets the time that the others leave, or
-the next run.
+each kind of draft; then attention, whose choice of a backend is to be confirmed. For the last one transformers compiles the whole
+model: it is no part of the ten minutes, and gets the time that the others leave, or the next run.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from typing import Any, NamedTuple
 from benchmarks.gpu import correctness, speed
 from benchmarks.gpu.attention import backends
 from benchmarks.gpu.shared import Shared
-from decoding.runners.features import SpeedFeatures
 
 
 class Step(NamedTuple):
@@ -26,10 +23,6 @@ class Step(NamedTuple):
     """What is reserved for the step on one H100: our estimate, not measured. It includes models that it is the first to need."""
     run: Callable[[Shared, float], dict[str, Any]]
     """Returns `rows` and other facts within these seconds. May raise anything: the cause is the step's outcome."""
-
-
-def _feature(name: str, limit_seconds: float, **settings: Any) -> Step:
-    return Step(f"feature-{name}", limit_seconds, partial(speed.feature, **settings))
 
 
 def _bench(name: str, limit_seconds: float, batch_size: int, against: str, num_prompts: int) -> Step:
@@ -55,16 +48,6 @@ PLAN: tuple[Step, ...] = (
     Step("kinds-4", 10, partial(speed.kinds, batch_size=4, num_prompts=8)),
     Step("kinds-16", 10, partial(speed.kinds, batch_size=16, num_prompts=32)),
     Step("prefix-reuse", 10, speed.prefix_reuse),
-    # The quickest to compile first; coordinate descent compiles longest.
-    _feature("plain-chain", 12, features=SpeedFeatures(plain_chain=8)),
-    # An exit head reads states that the host hands to it: its rounds are never recorded as a whole.
-    _feature("whole-rounds", 12, features=SpeedFeatures(whole_rounds=True), rule=speed.DRAFTED, has_head=False),
-    _feature("draft-vocabulary", 12, features=SpeedFeatures(draft_vocabulary=32768), rule=speed.DRAFTED),
-    _feature("look-every", 12, features=SpeedFeatures(look_every=3), rule=speed.LOOKING),
-    _feature("varlen-attention", 12, features=SpeedFeatures(varlen_attention=True)),
-    _feature("coordinate-descent", 22, features=SpeedFeatures(coordinate_descent=True)),
     Step("attention", 10, backends),
-    # Moves the weights of the model that the steps share, so that everything recorded before is recorded again.
-    _feature("fused-projections", 20, features=SpeedFeatures(fused_projections=True)),
     _bench("hf-static", 120, 1, "hf-static", 4),
 )

@@ -17,7 +17,6 @@ from decoding.errors import ExitHeadError
 from decoding.exit_heads import FEATURE_HEAD, FEATURE_SCHEMA, HeadFacts, save_head
 from decoding.fingerprint import fingerprint
 from decoding.head_folder import HeadFolder
-from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.graphs import CudaGraphs
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
@@ -73,12 +72,9 @@ class Shared:
 
     @cached_property
     def static(self) -> Target:
-        """The widened model, run by the static runner without speed features."""
-        return self._timed("static runner", partial(self.static_with, NO_FEATURES, self.recorder))
-
-    def static_with(self, features: SpeedFeatures, recorder: CudaGraphs | None = None) -> Target:
-        """Return the widened model, run by another static runner. Raises `UnsupportedRunnerError` for impossible features."""
-        return Target(self.wide, partial(StaticRunner, features=features, recorder=recorder))
+        """The widened model, run by the static runner."""
+        runner = partial(StaticRunner, recorder=self.recorder)
+        return self._timed("static runner", partial(Target, self.wide, runner))
 
     @cached_property
     def heads_folder(self) -> Path:

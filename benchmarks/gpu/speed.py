@@ -1,4 +1,4 @@
-"""Steps on speed: roofline, switch of candidates, a search, its profile against `generate`, each kind of draft, each feature."""
+"""Steps on speed: roofline, switch of candidates, a search, its profile against `generate`, and each kind of draft."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from benchmarks.gpu.shared import (
 from benchmarks.gpu.timing import Interrupted, Make, Turns, own, stock
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
-from decoding.draft_length import DraftLengthRule, Fixed, TopProbability
-from decoding.drafts import BitWidth, Draft, EarlyExit, FixedLeaves, LayerSkip, PromptLookup, SuffixDraft, SuffixLookup
-from decoding.errors import UnsupportedModelError, UnsupportedRunnerError, one_line
+from decoding.draft_length import DraftLengthRule, Fixed
+from decoding.drafts import BitWidth, Draft, FixedLeaves, LayerSkip, PromptLookup, SuffixDraft, SuffixLookup
+from decoding.errors import UnsupportedModelError, one_line
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding, DraftProfile
-from decoding.runners.features import SpeedFeatures
 from decoding.target import Target
 from decoding.text import Ending
 from decoding.timing.passes import Stopwatch
@@ -43,9 +42,8 @@ PRECISIONS: tuple[BitWidth, ...] = (8, 4)
 LEAVES = FixedLeaves(leaves=2)
 SHARE_OF_SEARCH = 0.85
 """Share of the step's seconds for the whole search, which may overrun its time by a lap of the race."""
-LOOKING = TopProbability(max_tokens=6)
 WORTHWHILE = 1.02
-"""Speed-up from which a feature deserves to be on by default."""
+"""Speed-up from which something deserves to be on by default."""
 
 
 def _plain(shared: Shared) -> dict[str, Make]:
@@ -240,32 +238,6 @@ def prefix_reuse(shared: Shared, seconds: float) -> dict[str, Any]:
     for name, reuses in (("on", True), ("off", False)):
         decoding = Decoding(runner="static", prefix_reuse=reuses)
         contenders[name] = _own(shared, shared.exit_draft, DRAFTED, decoding)
-    return _on_over_off(shared, contenders, "off")
-
-
-def feature(
-    shared: Shared,
-    seconds: float,
-    *,
-    features: SpeedFeatures,
-    rule: DraftLengthRule | None = None,
-    has_head: bool = True,
-) -> dict[str, Any]:
-    """Measure one speed feature off and on; one that this torch or model cannot have is refused, with the reason.
-
-    It concerns a draft with `rule`, the exit with its head or without one, or plain decoding without a rule.
-    """
-    try:
-        target = shared.static_with(features)
-    except UnsupportedRunnerError as cause:
-        return {"rows": [{"refused": one_line(cause)}]}
-    contenders = _plain(shared)
-    draft: EarlyExit = shared.exit_draft if has_head else shared.bare_exit
-    if rule is None:
-        contenders["on"] = own(plain_decoder(target), shared.eos_token_ids)
-        return _on_over_off(shared, contenders, PLAIN)
-    contenders["off"] = _own(shared, draft, rule)
-    contenders["on"] = own(Decoder(target, draft, rule, heads=shared.heads), shared.eos_token_ids)
     return _on_over_off(shared, contenders, "off")
 
 

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from decoding.cache.last_position import last_position, of_last_position
-
 MOST_PENDING_PIECES = 64
 """Pieces in which pending states are kept before they are joined."""
 
@@ -60,8 +58,7 @@ class Window:
     """Rows of the storage that a shared pass covers; None for the only row."""
     masks: tuple[Tensor, ...] = ()
     """One mask [batch, 1, width, num_slots] per kind of layer, where `num_slots` is the number of slots that the pass
-    reads; or what kernels get in their place: the `used_lengths` of variable-length attention, or positions (see
-    `decoding.runners.masks.Positions`).
+    reads; or what the CPU kernel gets in their place (see `decoding.runners.masks.Positions`).
     """
     extent: Tensor | None = None
     """A tensor [num_slots] whose size is the number of slots that a fixed-shape pass reads; None for all."""
@@ -70,7 +67,7 @@ class Window:
 
     def begin(self, slots: Tensor, last: Tensor, last_slot: Tensor, masks: tuple[Tensor, ...]) -> None:
         self.slots, self.last, self.last_slot, self.masks = slots, last, last_slot, masks
-        self.extent = None if _are_lengths(masks[0]) or _are_positions(masks[0]) else masks[0][0, 0, 0]
+        self.extent = None if _are_positions(masks[0]) else masks[0][0, 0, 0]
         self.formed.clear()
 
     def end_pass(self) -> None:
@@ -91,11 +88,7 @@ class Window:
 
     def _form(self, kind: int, width: int, repeats: int) -> Tensor:
         mask = self.masks[kind]
-        if self.slots is None or self.last is None or self.last_slot is None:
-            raise RuntimeError("no fixed-shape pass has begun")
-        if _are_lengths(mask):
-            num_positions = self.slots.shape[-1]
-            return mask if num_positions == width else of_last_position(mask, num_positions, self.last_slot.flatten())
+        assert self.last is not None, "within a fixed-shape pass"
         if _are_positions(mask):
             return mask if mask.shape[-1] == width else mask.take_along_dim(self.last.view(-1, 1, 1, 1), -1)
         if mask.shape[-2] != width:
@@ -141,17 +134,16 @@ class _CacheLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, window: Window, capacity: int, num_rows: int = 1, *, slots_first: bool = False) -> None:
+    def __init__(self, window: Window, capacity: int, num_rows: int = 1) -> None:
         super().__init__()
         self._window = window
-        self._slots_first = slots_first
         self._capacity = capacity
         self._num_rows = num_rows
         self.num_updates = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = _allocate(key_states, self._num_rows, self._capacity, self._slots_first)
-        self.values = _allocate(value_states, self._num_rows, self._capacity, self._slots_first)
+        self.keys = _allocate(key_states, self._num_rows, self._capacity)
+        self.values = _allocate(value_states, self._num_rows, self._capacity)
         self.is_initialized = True
 
     def update(
@@ -174,8 +166,8 @@ class _CacheLayer(CacheLayerMixin):
         """
         window = self._window
         slots, last_slot, extent = window.slots, window.last_slot, window.extent
-        if slots is None or last_slot is None:
-            raise RuntimeError("no fixed-shape pass has begun")
+        assert slots is not None, "within a fixed-shape pass"
+        assert last_slot is not None, "within a fixed-shape pass"
         if width != slots.shape[-1]:
             slots = last_slot
         if window.rows is None:
@@ -210,24 +202,14 @@ class _RowLayer(_CacheLayer):
 class Storage:
     """The memory of a cache, layer by layer, with one row per sequence.
 
-    It outlives its sequence where fixed-address passes are bound to it. `slots_first` puts all heads of a slot beside
-    each other in memory, as variable-length attention reads them; shapes are the same.
+    It outlives its sequence where fixed-address passes are bound to it.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        capacity: int,
-        window: Window | None = None,
-        *,
-        num_rows: int = 1,
-        slots_first: bool = False,
-    ) -> None:
+    def __init__(self, num_layers: int, capacity: int, window: Window | None = None, *, num_rows: int = 1) -> None:
         self.window = window or Window()
         self.capacity = capacity
         self.num_rows = num_rows
-        self.slots_first = slots_first
-        self.layers = [_CacheLayer(self.window, capacity, num_rows, slots_first=slots_first) for _ in range(num_layers)]
+        self.layers = [_CacheLayer(self.window, capacity, num_rows) for _ in range(num_layers)]
         self._branch: Storage | None = None
         self._whole: tuple[Storage, int] | None = None
 
@@ -238,9 +220,7 @@ class Storage:
             whole, row = self._whole
             self._branch = whole.branch.row(row, self.window)
         elif self._branch is None:
-            self._branch = Storage(
-                len(self.layers), self.capacity, self.window, num_rows=self.num_rows, slots_first=self.slots_first
-            )
+            self._branch = Storage(len(self.layers), self.capacity, self.window, num_rows=self.num_rows)
         return self._branch
 
     def row(self, index: int, window: Window | None = None) -> Storage:
@@ -265,7 +245,7 @@ class KVCache(Cache):
         self.capacity = capacity
         self.length = 0
         self.company: Company | None = None
-        """Receives the passes of a sequence that is decoded in lockstep; see `decoding.lockstep`."""
+        """Receives the passes of a sequence that is decoded in lockstep."""
         super().__init__(layers=list(self.storage.layers))
 
     @property
@@ -411,21 +391,41 @@ class BranchCache(KVCache):
         self.length = min(self.length, length)
 
 
-def _are_lengths(mask: Tensor) -> bool:
-    """Return True for the lengths of variable-length attention, which travel in place of a mask."""
-    return mask.dtype == torch.int32
-
-
 def _are_positions(mask: Tensor) -> bool:
     """Return True for positions [batch, 1, 1 or 2, width], which travel in place of a mask."""
     return mask.dtype == torch.int64
 
 
-def _allocate(states: Tensor, num_rows: int, capacity: int, slots_first: bool) -> Tensor:
+def _allocate(states: Tensor, num_rows: int, capacity: int) -> Tensor:
     _, heads, _, size = states.shape
     # A fixed-shape pass reads slots that were never written. The mask hides them, but could not hide NaN.
     with torch.inference_mode(False):  # memory that outlives a pass must be writable in any mode
-        if slots_first:
-            kept = torch.zeros((num_rows, capacity, heads, size), dtype=states.dtype, device=states.device)
-            return kept.transpose(1, 2)
         return torch.zeros((num_rows, heads, capacity, size), dtype=states.dtype, device=states.device)
+
+
+def last_position(values: Tensor, dim: int, last: Tensor | None) -> Tensor:
+    """Return the last position [.., 1, ..] of `values`, whose positions run along `dim` (negative).
+
+    `last` is its index: [1] for all sequences, [batch] per sequence, or None for the end. The batch dimension is the
+    one before `dim`, or, if that has a single entry (the heads of a mask), the one before it.
+    """
+    if last is None:
+        return values.narrow(dim, values.shape[dim] - 1, 1)
+    if last.shape[0] == 1:
+        return values.index_select(dim, last)
+    return values.take_along_dim(_spread(last, values, dim), dim)
+
+
+def with_last(values: Tensor, last_values: Tensor, dim: int, last: Tensor) -> Tensor:
+    """Return `values` with `last_values` [.., 1, ..] at the last position; see `last_position`."""
+    if last.shape[0] == 1:
+        return values.index_copy(values.ndim + dim, last, last_values)
+    return values.scatter(dim, _spread(last, values, dim).expand_as(last_values), last_values)
+
+
+def _spread(last: Tensor, values: Tensor, dim: int) -> Tensor:
+    """Reshape `last` [batch] to the dimensions of `values`: batch size in the batch dimension, else 1."""
+    batch_dim = dim - 1 if values.shape[dim - 1] == last.shape[0] else dim - 2
+    shape = [1] * values.ndim
+    shape[batch_dim] = last.shape[0]
+    return last.view(shape)

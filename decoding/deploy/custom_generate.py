@@ -20,7 +20,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, GenerationConfig
 
 from decoding.acceptance import Greedy, Sampling
-from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.deploy.mismatch import (
     MISMATCHES,
@@ -56,6 +55,7 @@ from decoding.head_folder import HeadFolder
 from decoding.profile import DraftProfile
 from decoding.rounds import BatchGeneration, Generation, Prefill, Round
 from decoding.target import Target
+from decoding.text import Request
 from decoding.timing.round_costs import with_measured_costs
 
 
@@ -221,7 +221,7 @@ class ProfileDecoder:
         with self._building:
             if self._decoder is None or not self._still_fits(model, self._decoder.target):
                 self._decoder = None  # also if the model does not fit any more
-                self._decoder = self._fitting(model, lambda: self._target_of(model), lambda: Target(model))
+                self._decoder = self._fitting(model)
                 if self.plain_because is None and (remark := unmeasured_setting(self.profile, model)) is not None:
                     self._warn(remark)
                 if (remark := compiled_model(model)) is not None:
@@ -243,24 +243,18 @@ class ProfileDecoder:
             return False
         return self.plain_because is None and fits(self.profile, model)
 
-    def decoder_on(self, target: Target) -> Decoder:
-        """Return a decoder of a model that already has a runner, whatever runner the profile names."""
-        return self._fitting(target.model, lambda: target, lambda: target)
-
-    def _fitting(
-        self, model: PreTrainedModel, of_profile: Callable[[], Target], unprepared: Callable[[], Target]
-    ) -> Decoder:
-        """Return the decoder of the profile, or a plain one of the `unprepared` target if that is what a mismatch asks for."""
+    def _fitting(self, model: PreTrainedModel) -> Decoder:
+        """Return the decoder of the profile, or a plain one if that is what a mismatch asks for."""
         self.plain_because = None
         try:
             self._check(model)
-            return self._decoder_of(of_profile())
+            return self._decoder_of(self._target_of(model))
         except MISMATCHES as mismatch:
             if self.on_mismatch != "plain":
                 raise
             self.plain_because = one_line(mismatch)
         self._warn(f"decoding plainly, without profile {self.profile.name!r}: {self.plain_because}")
-        return plain_decoder(unprepared())
+        return plain_decoder(Target(model))
 
     def _check(self, model: PreTrainedModel) -> None:
         try:

@@ -27,9 +27,8 @@ from transformers.generation import (
 
 from decoding.acceptance import Greedy, Sampling
 from decoding.cache.earlier_turns import EarlierTurns, unreadable_reason
-from decoding.decode import Request
 from decoding.errors import UnsupportedRequestError
-from decoding.text import Ending, Shaping
+from decoding.text import Ending, Request, Shaping
 
 OnTokens = Callable[[tuple[int, ...]], None]
 

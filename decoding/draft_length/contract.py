@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
-from decoding.confidence import entropy, top_probability
 from decoding.documents.strict_yaml import Document
 
 if TYPE_CHECKING:  # profiles are read without torch
@@ -249,3 +248,14 @@ class CostAwareRule(DraftLengthRule):
 
 def _is_tunable(field: FieldInfo) -> bool:
     return isinstance(field.json_schema_extra, dict) and "search" in field.json_schema_extra
+
+
+def top_probability(log_probabilities: Tensor) -> Tensor:
+    """Return the probability [..] of the most likely token, from log probabilities [.., vocabulary]."""
+    return log_probabilities.amax(dim=-1).exp()
+
+
+def entropy(log_probabilities: Tensor) -> Tensor:
+    """Return the Shannon entropy [..] in nats, from log probabilities [.., vocabulary]."""
+    # exp(-inf) * -inf is nan where a processor has removed a token; its contribution to the entropy is 0.
+    return -(log_probabilities.exp() * log_probabilities).nan_to_num(nan=0.0).sum(dim=-1)

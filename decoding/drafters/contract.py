@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from decoding.acceptance import Acceptance, Leaves
+from decoding.acceptance import Leaves
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
 from decoding.drafts import CandidateTree
 from decoding.errors import UnsupportedRequestError
 from decoding.runners.contract import Outputs
-from decoding.text import Shaping, TokenSequence
+from decoding.text import Request, TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +27,6 @@ class Proposal:
     """Boundary states [.., num_tokens or num_tokens + 1, hidden] for prefix reuse, or None to verify from the first block."""
     looked_up: bool = False
     """True if the tokens were copied from the sequence, not computed."""
-    verdict: Tensor | None = None
-    """The verdict [2 + num_tokens] of `decoding.acceptance`, if the round was run as a whole; it is not verified again."""
     steered: bool = True
     """True if the controller was asked about this round; only then it is told the number of accepted tokens."""
     leaves: Leaves | None = None
@@ -39,14 +35,6 @@ class Proposal:
     @property
     def num_positions(self) -> int:
         return self.num_tokens + (0 if self.leaves is None else self.leaves.num_leaves)
-
-
-def joined(states: Sequence[Tensor], num_tokens: int) -> Tensor | None:
-    """Return the boundary states of a proposal of `num_tokens` from its passes' states [.., n, hidden], or None without any.
-
-    Passes after a draft that ended earlier are left out.
-    """
-    return torch.cat(list(states), dim=-2)[..., : num_tokens + 1, :] if states else None
 
 
 def check_head_has_read(cache: KVCache) -> None:
@@ -88,13 +76,7 @@ class Drafter:
 
     @abstractmethod
     def draft(
-        self,
-        sequence: TokenSequence,
-        cache: KVCache,
-        controller: Controller,
-        shaping: Shaping,
-        acceptance: Acceptance,
-        limit: int,
+        self, sequence: TokenSequence, cache: KVCache, controller: Controller, request: Request, limit: int
     ) -> Proposal:
         """Write at most `limit` tokens after the sequence, without changing `cache.length`.
 

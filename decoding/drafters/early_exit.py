@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Drafter, Proposal, check_head_has_read, joined
+from decoding.drafters.contract import Drafter, Proposal, check_head_has_read
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafters.propose import propose
 from decoding.drafts import CandidateTree, EarlyExit
@@ -23,7 +22,7 @@ from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.runners.contract import Outputs, Written, one_token, write_by
 from decoding.target import ExitHead, ExitView, ResumeView, TappedView, Target
-from decoding.text import Shaping, TokenSequence
+from decoding.text import Request, TokenSequence
 
 
 class EarlyExitDrafter(Drafter):
@@ -42,7 +41,6 @@ class EarlyExitDrafter(Drafter):
         self.tree = tree
         if tree is not None:
             target.checks.trees()
-        self._features = target.runner.features
         self._exit = ExitView(target, exit_layer, head, bits=bits)
         self._whole = TappedView(target, exit_layer)
         self._is_quantised = bits is not None
@@ -59,10 +57,11 @@ class EarlyExitDrafter(Drafter):
         """Run the target over the prompt; the head reads the states at the exit when it drafts."""
         check_head_has_read(cache)
         start, end = cache.length, sequence.length
-        logits, states = self._whole.forward(sequence.span(start, end), cache, start, last_only=True)
-        cache.branch.extend(states)  # after those of earlier turns that the head has not processed
+        outputs = self._whole.run(sequence.span(start, end), cache, start, last_only=True)
+        assert outputs.states is not None, "the exit is tapped"
+        cache.branch.extend(outputs.states)  # after those of earlier turns that the head has not processed
         cache.branch.has_unread_prompt = True
-        return logits
+        return outputs.logits
 
     def _read_pending(self, sequence: TokenSequence, cache: KVCache, end: int) -> None:
         """Let the head process the pending states, which reach to position `end`."""
@@ -73,13 +72,7 @@ class EarlyExitDrafter(Drafter):
         branch.has_unread_prompt = False
 
     def draft(
-        self,
-        sequence: TokenSequence,
-        cache: KVCache,
-        controller: Controller,
-        shaping: Shaping,
-        acceptance: Acceptance,
-        limit: int,
+        self, sequence: TokenSequence, cache: KVCache, controller: Controller, request: Request, limit: int
     ) -> Proposal:
         """Draft token by token until the controller or `limit` stops; the first pass includes the pending tokens."""
         branch, states = cache.branch, list[Tensor]()
@@ -94,29 +87,23 @@ class EarlyExitDrafter(Drafter):
             states.append(outputs.states)
             return outputs
 
-        def piece(token_ids: Tensor, index: int, num_tokens: int, looks: bool) -> Written:
-            if index == 0:  # by itself: it includes the pending tokens
-                return one_token(step(0, looks), looks=looks)
-            written = self._exit.write(token_ids, cache, cache.length + index, num_tokens, looks=looks)
-            branch.catch_up(cache.length + index + num_tokens)
-            assert written.states is not None, "the exit is tapped"
-            states.append(written.states)
-            return written
+        def write(num_tokens: int) -> Written:
+            def piece(token_ids: Tensor, index: int) -> Written:
+                if index == 0:  # by itself: it includes the pending tokens
+                    return one_token(step(0, False))
+                written = self._exit.write(token_ids, cache, cache.length + index, num_tokens - index)
+                branch.catch_up(cache.length + num_tokens)
+                assert written.states is not None, "the exit is tapped"
+                states.append(written.states)
+                return written
 
-        def write(num_drafted: int, num_tokens: int, looks: bool) -> Written:
-            last = sequence.span(cache.length + num_drafted, cache.length + num_drafted + 1)
-            return write_by(
-                lambda ids, index: piece(ids, num_drafted + index, num_tokens - index, looks), last, num_tokens
-            )
+            return write_by(piece, sequence.span(cache.length, cache.length + 1), num_tokens)
 
-        look_every = self._features.look_every
-        num_drafted, probabilities, leaves = propose(
-            step, write, sequence, cache, controller, shaping, acceptance, limit, look_every, self.tree
-        )
+        draft = propose(step, write, sequence, cache, controller, request, limit, states, self.tree)
         # The head forgets what it read of drafts after the end. States of quantised blocks are not the target's: it forgets
         # those of the whole round, and reads the verification's with its next pass.
-        branch.roll_back(cache.length if self._is_quantised else cache.length + num_drafted + 1)
-        return Proposal(num_drafted, probabilities, joined(states, num_drafted), leaves=leaves)
+        branch.roll_back(cache.length if self._is_quantised else cache.length + draft.num_tokens + 1)
+        return draft
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         """Run the target over the last token, the drafts and leaves, from the exit on if the states there are known."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
 from decoding.drafters.contract import Drafter, Proposal, check_head_has_read
@@ -25,7 +24,7 @@ from decoding.profile import Decoding
 from decoding.runners.contract import Outputs, Written, one_token, write_by
 from decoding.target import FeatureHead, FeatureView, TappedView, Target
 from decoding.target.heads import states_before
-from decoding.text import Shaping, TokenSequence
+from decoding.text import Request, TokenSequence
 
 
 class FeatureHeadDrafter(Drafter):
@@ -35,7 +34,6 @@ class FeatureHeadDrafter(Drafter):
         self.tree = tree
         if tree is not None:
             target.checks.trees()
-        self._features = target.runner.features
         self._head = FeatureView(target, head)
         self._whole = TappedView(target, target.num_layers)
 
@@ -43,7 +41,9 @@ class FeatureHeadDrafter(Drafter):
         """Run the target over the prompt, and the head over its last states; that of the last position stays pending."""
         check_head_has_read(cache)
         branch, start, end = cache.branch, cache.length, sequence.length
-        logits, states = self._whole.forward(sequence.span(start, end), cache, start, last_only=True)
+        outputs = self._whole.run(sequence.span(start, end), cache, start, last_only=True)
+        states = outputs.states
+        assert states is not None, "the last block is tapped"
         if start == 0:
             self._head.run(sequence.span(0, end), cache, 0, states_before(states))
         else:
@@ -53,16 +53,10 @@ class FeatureHeadDrafter(Drafter):
             self._head.run(sequence.span(first, end), cache, first, branch.pending[..., :-1, :])
         branch.catch_up(end - 1)
         branch.extend(states[..., -1:, :])
-        return logits
+        return outputs.logits
 
     def draft(
-        self,
-        sequence: TokenSequence,
-        cache: KVCache,
-        controller: Controller,
-        shaping: Shaping,
-        acceptance: Acceptance,
-        limit: int,
+        self, sequence: TokenSequence, cache: KVCache, controller: Controller, request: Request, limit: int
     ) -> Proposal:
         """Draft token by token until the controller or `limit` stops; the first pass includes the pending states."""
         branch, latest = cache.branch, list[Tensor]()
@@ -85,17 +79,11 @@ class FeatureHeadDrafter(Drafter):
             position = cache.length + num_drafted
             return run(num_drafted, sequence.span(position, position + 1), looks)
 
-        def write(num_drafted: int, num_tokens: int, looks: bool) -> Written:
-            last = sequence.span(cache.length + num_drafted, cache.length + num_drafted + 1)
-            return write_by(
-                lambda ids, index: one_token(run(num_drafted + index, ids, looks), looks=looks), last, num_tokens
-            )
+        def write(num_tokens: int) -> Written:
+            last = sequence.span(cache.length, cache.length + 1)
+            return write_by(lambda ids, index: one_token(run(index, ids, False)), last, num_tokens)
 
-        look_every = self._features.look_every
-        num_drafted, probabilities, leaves = propose(
-            step, write, sequence, cache, controller, shaping, acceptance, limit, look_every, self.tree
-        )
-        return Proposal(num_drafted, probabilities, leaves=leaves)
+        return propose(step, write, sequence, cache, controller, request, limit, (), self.tree)
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         """Run the target over the last token, the drafts and leaves, and keep its last states for the head."""

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Drafter, Proposal, joined
+from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.propose import propose
 from decoding.drafts import LayerSkip
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.runners.contract import Outputs, Written
 from decoding.target import DraftView, DraftVocabulary, ResumeView, Target
-from decoding.text import Shaping, TokenSequence
+from decoding.text import Request, TokenSequence
 
 
 class LayerSkipDrafter(Drafter):
@@ -59,18 +58,9 @@ class LayerSkipDrafter(Drafter):
         return self._target.forward(sequence.span(cache.length, sequence.length), cache, cache.length, last_only=True)
 
     def draft(
-        self,
-        sequence: TokenSequence,
-        cache: KVCache,
-        controller: Controller,
-        shaping: Shaping,
-        acceptance: Acceptance,
-        limit: int,
+        self, sequence: TokenSequence, cache: KVCache, controller: Controller, request: Request, limit: int
     ) -> Proposal:
         """Draft token by token until the controller or `limit` stops; each token costs one pass of the view."""
-        known_length = acceptance.is_greedy and not shaping.processors and not controller.looks_at_drafts
-        if self.tree is None and known_length and self._target.runner.features.whole_rounds and cache.company is None:
-            return self._run_round(sequence, cache, min(limit, controller.limit()))
         states = list[Tensor]()
 
         def step(num_drafted: int, looks: bool) -> Outputs:
@@ -80,28 +70,14 @@ class LayerSkipDrafter(Drafter):
                 states.append(outputs.states)
             return outputs
 
-        def write(num_drafted: int, num_tokens: int, looks: bool) -> Written:
-            position = cache.length + num_drafted
-            last = sequence.span(position, position + 1)
-            written = self._view.write(last, cache, position, num_tokens, looks=looks)
+        def write(num_tokens: int) -> Written:
+            last = sequence.span(cache.length, cache.length + 1)
+            written = self._view.write(last, cache, cache.length, num_tokens)
             if written.states is not None:
                 states.append(written.states)
             return written
 
-        look_every = self._target.runner.features.look_every
-        num_drafted, probabilities, leaves = propose(
-            step, write, sequence, cache, controller, shaping, acceptance, limit, look_every, self.tree
-        )
-        return Proposal(num_drafted, probabilities, joined(states, num_drafted), leaves=leaves)
-
-    def _run_round(self, sequence: TokenSequence, cache: KVCache, num_tokens: int) -> Proposal:
-        """Draft and verify in one recording, without prefix reuse."""
-        if num_tokens <= 0:
-            return Proposal(0, None)
-        last = sequence.span(cache.length, cache.length + 1)
-        verdict = self._view.run_round(last, cache, cache.length, num_tokens)
-        sequence.write_draft(0, verdict[2:])
-        return Proposal(num_tokens, None, verdict=verdict)
+        return propose(step, write, sequence, cache, controller, request, limit, states, self.tree)
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         """Run the target over the last token, the drafts and leaves, from the boundary on if its states are known.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller, Decision, DraftDistribution
 from decoding.drafters.contract import Drafter, Proposal
@@ -18,7 +17,7 @@ from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.runners.contract import Outputs
 from decoding.target import Target
-from decoding.text import Shaping, TokenSequence
+from decoding.text import Request, TokenSequence
 
 
 class CopyDrafter(Drafter):
@@ -34,13 +33,7 @@ class CopyDrafter(Drafter):
         return logits
 
     def draft(
-        self,
-        sequence: TokenSequence,
-        cache: KVCache,
-        controller: Controller,
-        shaping: Shaping,
-        acceptance: Acceptance,
-        limit: int,
+        self, sequence: TokenSequence, cache: KVCache, controller: Controller, request: Request, limit: int
     ) -> Proposal:
         """Copy as many tokens as the controller and `limit` allow; without a copy, the controller is not asked."""
         tokens = look_up(sequence, min(limit, controller.max_tokens), self._source)
@@ -96,18 +89,12 @@ class LookupFirst(Drafter):
         return self.fallback.prefill_target(sequence, cache)
 
     def draft(
-        self,
-        sequence: TokenSequence,
-        cache: KVCache,
-        controller: Controller,
-        shaping: Shaping,
-        acceptance: Acceptance,
-        limit: int,
+        self, sequence: TokenSequence, cache: KVCache, controller: Controller, request: Request, limit: int
     ) -> Proposal:
         """Copy, or let the other drafter draft; the controller is asked about its rounds only."""
         tokens = look_up(sequence, min(limit, self._lookup.max_tokens), self._lookup)
         if tokens is None:
-            return self.fallback.draft(sequence, cache, controller, shaping, acceptance, limit)
+            return self.fallback.draft(sequence, cache, controller, request, limit)
         sequence.write_drafts(tokens)
         return Proposal(len(tokens), None, looked_up=True, steered=False)
 

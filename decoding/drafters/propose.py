@@ -11,9 +11,10 @@ from torch import Tensor
 from decoding.acceptance import Acceptance, Leaves
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller, Decision, DraftDistribution
+from decoding.drafters.contract import Proposal
 from decoding.drafts.trees import CandidateTree, SeenDepth
 from decoding.runners.contract import Outputs, Written
-from decoding.text import Shaping, TokenSequence
+from decoding.text import Request, TokenSequence
 
 Step = Callable[[int, bool], Outputs]
 """Runs the draft on the sequence and its first drafts, as many as the first argument says; logits are [1, vocabulary].
@@ -21,11 +22,8 @@ Step = Callable[[int, bool], Outputs]
 The second argument is `looks` of `EagerRunner.run`.
 """
 
-Write = Callable[[int, int, bool], Written]
-"""Runs the draft after the sequence and its first drafts, as often as the second argument says, greedily.
-
-The first and the third argument are as in `Step`.
-"""
+Write = Callable[[int], Written]
+"""Runs the draft after the sequence as often as the argument says, greedily."""
 
 
 def propose(
@@ -34,29 +32,23 @@ def propose(
     sequence: TokenSequence,
     cache: KVCache,
     controller: Controller,
-    shaping: Shaping,
-    acceptance: Acceptance,
+    request: Request,
     limit: int,
-    look_every: int | None,
+    states: Sequence[Tensor],
     tree: CandidateTree | None,
-) -> tuple[int, Tensor | None, Leaves | None]:
+) -> Proposal:
     """Write drafts after the sequence, token by token; several at once if greedy and nothing looks at their distributions.
 
-    A `tree` looks at all of them; in a batch, rounds are chains without it. For `look_every` see
-    `decoding.runners.features.SpeedFeatures`.
-
-    Returns the number of drafts, the probabilities [num_drafted, vocabulary] they were sampled from (None if greedy or if nothing
-    was drafted), and the leaves, which are written after the drafts. The passes whose distributions the controller did not want
-    have run too.
+    A `tree` looks at all of them; in a batch, rounds are chains without it. `states` are the boundary states [.., n, hidden] of the
+    passes that have run, those whose distributions the controller did not want included.
     """
+    acceptance, shaping = request.acceptance, request.shaping
     gatherer = None if tree is None or cache.company is not None else LeafGatherer(tree, acceptance)
     limit = min(limit, controller.limit())
-    looks, most_likely = controller.looks_at_drafts, acceptance.is_greedy and not shaping.processors
+    looks, most_likely = controller.looks_at_drafts, request.takes_most_likely
     if limit > 0 and most_likely and not looks and gatherer is None:
-        sequence.write_draft(0, write(0, limit, False).token_ids)
-        return limit, None, None
-    if most_likely and look_every is not None and gatherer is None:
-        return _look_back(write, sequence, controller, limit, look_every), None, None
+        sequence.write(0, write(limit).token_ids)
+        return Proposal(limit, None, _joined(states))
     probabilities: list[Tensor] = []
     num_drafted = 0
     decision = Decision.CONTINUE
@@ -75,10 +67,15 @@ def propose(
             token, distribution = (outputs.choices, None) if most_likely else acceptance.choose(scores)
         if distribution is not None:
             probabilities.append(distribution)
-        sequence.write_draft(num_drafted, token)
+        sequence.write(num_drafted, token)
         num_drafted += 1
     leaves = None if gatherer is None else gatherer.written(sequence)
-    return num_drafted, torch.stack(probabilities) if probabilities else None, leaves
+    sampled_from = torch.stack(probabilities) if probabilities else None
+    return Proposal(num_drafted, sampled_from, _joined(states), leaves=leaves)
+
+
+def _joined(states: Sequence[Tensor]) -> Tensor | None:
+    return torch.cat(list(states), dim=-2) if states else None
 
 
 def _proper(scores: Tensor) -> Tensor:
@@ -87,25 +84,6 @@ def _proper(scores: Tensor) -> Tensor:
     A token may be sampled from any distribution, as the target judges it by the one that it was sampled from.
     """
     return torch.where(torch.logsumexp(scores.float(), dim=-1).isfinite(), scores, torch.zeros_like(scores))
-
-
-def _look_back(write: Write, sequence: TokenSequence, controller: Controller, limit: int, look_every: int) -> int:
-    """Write `look_every` greedy drafts at a time and read their confidences together.
-
-    Return the number of drafts up to the controller's stop. Drafts after it are not verified.
-    """
-    num_drafted = 0
-    while num_drafted < limit:
-        written = write(num_drafted, min(look_every, limit - num_drafted), True)
-        sequence.write_draft(num_drafted, written.token_ids)
-        assert written.confidence is not None, "asked for"
-        numbers = iter(sequence.read(written.confidence.flatten()))
-        for known in zip(numbers, numbers, strict=True):
-            decision = controller.decide(num_drafted, DraftDistribution.of(*known))
-            num_drafted += decision is not Decision.STOP
-            if decision is not Decision.CONTINUE:
-                return num_drafted
-    return num_drafted
 
 
 class LeafGatherer:
@@ -142,7 +120,7 @@ class LeafGatherer:
             return None
         pairs = zip(self._candidates, counts, strict=True)
         leaves = Leaves(torch.cat([token_ids[1 : 1 + count] for token_ids, count in pairs]), counts)
-        sequence.write_draft(len(counts), leaves.token_ids)
+        sequence.write(len(counts), leaves.token_ids)
         return leaves
 
     def _depths(self, sequence: TokenSequence) -> Sequence[SeenDepth]:

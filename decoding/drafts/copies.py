@@ -49,11 +49,15 @@ class NgramCopies:
         self._longest_first = [NgramIndex(token_ids, length) for length in range(max_ngram, min_ngram - 1, -1)]
 
     def update(self) -> None:
+        """Read the tokens appended since the last call."""
         for index in self._longest_first:
             index.update()
 
     def copy(self, num_tokens: int) -> list[int] | None:
-        """Return the `num_tokens` tokens after the latest earlier occurrence of the longest n-gram, or None."""
+        """Return the `num_tokens` tokens after the latest earlier occurrence of the longest n-gram, or None.
+
+        A copy of fewer tokens is the beginning of a copy of more.
+        """
         start = self.find()
         return None if start is None else copied(self._token_ids, start, num_tokens)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter, model_validator
 from pydantic_core import CoreSchema, core_schema
@@ -24,17 +24,8 @@ MaxCopied = Annotated[
 ]
 
 
-class CopyIndex(Protocol):
-    """What was read of one growing sequence. The sequence may grow but not change otherwise."""
-
-    def update(self) -> None:
-        """Read the tokens appended since the last call."""
-
-    def copy(self, num_tokens: int) -> list[int] | None:
-        """Return one to `num_tokens` tokens to draft after the sequence, or None if nothing is found.
-
-        A copy of fewer tokens is the beginning of a copy of more.
-        """
+CopyIndex = NgramCopies | SuffixCopies
+"""What was read of one growing sequence, which may grow but not change otherwise."""
 
 
 class CopySettings(Document):
@@ -168,7 +159,6 @@ class _ByMethod:
 
 
 AnyLookup = Lookup | SuffixLookup
-LOOKUP_METHODS = (Lookup.method_name, SuffixLookup.method_name)
 # Left out of a document without a lookup: most drafts have none.
 LookupBefore = Annotated[
     AnyLookup | None,

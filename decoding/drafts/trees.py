@@ -139,9 +139,6 @@ class SizedLeaves(CandidateTree):
         return f"tree of at most {self.max_leaves} leaves (gain {self.least_gain:.3g})"
 
 
-TREE_SHAPES = ("fixed", "published", "sized")
-"""The shapes of trees, by their key `shape`."""
-
 if TYPE_CHECKING:
     AnyTree = CandidateTree
 else:

@@ -21,7 +21,6 @@ namespace {
 constexpr int64_t kLanes = 16;
 constexpr int64_t kBlock = 32;   // keys at a time: two vectors of scores
 constexpr int64_t kChunk = 512;  // keys per task
-constexpr int64_t kMaxSize = 256;
 constexpr int64_t kBytesAhead = 4096;  // beyond a page, where the processor does not prefetch by itself
 constexpr int kRows = 4;  // at a time
 constexpr float kNever = -std::numeric_limits<float>::infinity();

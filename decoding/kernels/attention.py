@@ -17,8 +17,6 @@ from torch import Tensor
 
 from decoding.kernels.compiled import CompiledFunction, call_directly
 
-MAX_SIZE = 256
-"""Maximum head size."""
 ALL = 0
 """Window of a layer that attends to all earlier positions."""
 

@@ -25,7 +25,6 @@ from decoding.kernels.calls import CompiledKernel, KernelCall, kernel_calls
 from decoding.kernels.choice import register_kernels
 from decoding.kernels.linear import OnePosition
 from decoding.runners.contract import BlockCall
-from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.graphs import OutputsT
 
 Note = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any], Any], None]
@@ -49,14 +48,14 @@ class CompiledBlocks:
     then on.
     """
 
-    def __init__(self, device: torch.device, features: SpeedFeatures = NO_FEATURES) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.problem: str | None = None
         self.is_new = False
         """True if the coming passes may be of a kind that is not compiled yet."""
         # torch counts compiled graphs per code object: each model gets its own copy.
         own = types.FunctionType(_call_block.__code__.replace(), _call_block.__globals__)
         self._listener = _Listener()
-        compiler = partial(_compile_audibly, self._listener, compiler_options(device, features))
+        compiler = partial(_compile_audibly, self._listener, compiler_options(device))
         self._compiled: BlockCall = torch.compile(own, fullgraph=True, backend=compiler)
 
     def __call__(self, block: nn.Module, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -196,15 +195,13 @@ def without_guards(run: Callable[[], OutputsT]) -> Callable[[], OutputsT]:
     return prepared
 
 
-def compiler_options(device: torch.device, features: SpeedFeatures = NO_FEATURES) -> dict[str, Any]:
+def compiler_options(device: torch.device) -> dict[str, Any]:
     """Return inductor's options for blocks on `device`.
 
     Asks the device, not the machine: a model on the CPU of a machine with a GPU is compiled like any other on a CPU.
     """
-    if device.type != "cuda":
-        # The C++ wrapper halves the time of a small block; on a GPU recording has the same effect.
-        return {"cpp_wrapper": True, "size_asserts": False}
-    return {"coordinate_descent_tuning": True} if features.coordinate_descent else {}
+    # The C++ wrapper halves the time of a small block; on a GPU recording has the same effect.
+    return {} if device.type == "cuda" else {"cpp_wrapper": True, "size_asserts": False}
 
 
 def _compiler_errors() -> tuple[type[Exception], ...]:

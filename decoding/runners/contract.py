@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from decoding.acceptance import accept_greedy, most_likely
 from decoding.cache.kv_cache import KVCache
-from decoding.confidence import entropy, top_probability
+from decoding.draft_length.contract import entropy, top_probability
 
 BlockCall = Callable[[nn.Module, Tensor, tuple[Any, ...], dict[str, Any]], Any]
 """Runs a block on hidden states [.., width, hidden] and the block's other arguments."""
@@ -109,27 +109,14 @@ def confidence(logits: Tensor) -> Tensor:
 class Written:
     """Tokens that a part drafted one after another.
 
-    `token_ids` are [n], `states` [.., n, hidden] the states at the part's tap, if any. `confidence` [n, 2] is the top
-    probability and the entropy, if they were asked for.
+    `token_ids` are [n], `states` [.., n, hidden] the states at the part's tap, if any.
     """
 
     token_ids: Tensor
     states: Tensor | None
-    confidence: Tensor | None = None
 
     def copied(self) -> Written:
-        return Written(self.token_ids.clone(), _copied(self.states), _copied(self.confidence))
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The outcome of a round that was run as a whole."""
-
-    values: Tensor
-    """[2 + num_tokens]; see `decoding.acceptance`."""
-
-    def copied(self) -> Verdict:
-        return Verdict(self.values.clone())
+        return Written(self.token_ids.clone(), _copied(self.states))
 
 
 def _copied(values: Tensor | None) -> Tensor | None:
@@ -151,19 +138,13 @@ def write_by(piece: WritePiece, token_ids: Tensor, num_tokens: int) -> Written:
     if len(pieces) == 1:
         return pieces[0]
     states = [each.states for each in pieces if each.states is not None]
-    looked = [each.confidence for each in pieces if each.confidence is not None]
     written = torch.cat([each.token_ids for each in pieces], dim=-1)
-    return Written(
-        written, torch.cat(states, dim=-2) if states else None, torch.cat(looked, dim=-2) if looked else None
-    )
+    return Written(written, torch.cat(states, dim=-2) if states else None)
 
 
-def one_token(outputs: Outputs, *, looks: bool) -> Written:
-    """Return the most likely token after a pass with logits of one position, and its confidence if `looks`."""
-    if not looks:
-        return Written(outputs.choices, outputs.states)
-    looked = confidence(outputs.logits) if outputs.looked is None else outputs.looked
-    return Written(outputs.choices, outputs.states, looked)
+def one_token(outputs: Outputs) -> Written:
+    """Return the most likely token after a pass with logits of one position."""
+    return Written(outputs.choices, outputs.states)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from decoding.acceptance import accept_greedy
 from decoding.cache.kv_cache import KVCache, Storage
 from decoding.errors import UnsupportedRunnerError
 from decoding.runners.buckets import Buckets
 from decoding.runners.contract import BlockCall, Inputs, Outputs, Part, PassRequest, Written, one_token, write_by
-from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.masks import MaskKinds
 from decoding.runners.shared_pass import (
     RowInputs,
@@ -52,15 +50,8 @@ class EagerRunner:
     records = False
     """True if each shape of pass is recorded at its first run."""
 
-    def __init__(
-        self,
-        mask_kinds: MaskKinds | None = None,
-        device: torch.device | None = None,
-        *,
-        features: SpeedFeatures = NO_FEATURES,
-    ) -> None:
+    def __init__(self, mask_kinds: MaskKinds | None = None, device: torch.device | None = None) -> None:
         self._mask_kinds = mask_kinds
-        self.features = features
 
     def new_cache(self, num_layers: int, capacity: int, num_rows: int = 1) -> KVCache:
         """Return an empty cache for a sequence of at most `capacity` tokens.
@@ -130,30 +121,13 @@ class EagerRunner:
         outputs = compute_in_window(part, cache, token_ids, slots, last, slots[-1:], at[None], masks)
         return Outputs(outputs.logits[0], outputs.states)
 
-    def write_greedily(
-        self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int, *, looks: bool = False
-    ) -> Written:
-        """Let `part` draft `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`.
-
-        `looks` asks for their confidence. Does not wait for the device.
-        """
+    def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
+        """Let `part` draft `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`, without waiting for the device."""
 
         def step(token_ids: Tensor, index: int) -> Written:
-            outputs = self._run(part, token_ids, cache, start + index, last_only=True, states=None)
-            return one_token(outputs, looks=looks)
+            return one_token(self._run(part, token_ids, cache, start + index, last_only=True, states=None))
 
         return write_by(step, token_ids, num_tokens)
-
-    def run_round(
-        self, draft: Part, whole: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int
-    ) -> Tensor:
-        """Let `draft` write `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`, and let `whole` judge them.
-
-        Return the verdict [2 + num_tokens] (see `decoding.acceptance`). Does not wait for the device.
-        """
-        drafted = self.write_greedily(draft, token_ids, cache, start, num_tokens).token_ids
-        outputs = self.run(whole, torch.cat([token_ids, drafted[None]], dim=1), cache, start)
-        return accept_greedy(drafted, outputs.choices)
 
     def run_shared_pass(self, part: Part, passes: Mapping[int, PassRequest], memory: Storage) -> dict[int, Outputs]:
         """Run `part` once for several sequences, keyed by their rows in `memory`.

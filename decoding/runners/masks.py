@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decoding.cache.last_position import used_lengths
-
 
 @dataclass(frozen=True)
 class MaskKinds:
@@ -64,15 +62,3 @@ class Positions(MaskKinds):
         if positions is not None:
             return (torch.stack([positions, slots])[None, None],) * len(self.kinds)
         return (slots[None, None, None] if slots.ndim == 1 else slots[:, None, None],) * len(self.kinds)
-
-
-class UsedLengths(MaskKinds):
-    """What passes of variable-length attention get in place of masks: the same for all kinds, which know their windows."""
-
-    reads_all = True
-
-    def masks(self, slots: Tensor, num_slots: int, positions: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return the `used_lengths` [1, 1, 3, batch + 1] once per kind; `slots` as for masks, `positions` must be None."""
-        assert positions is None, "targets with variable-length attention take no trees"
-        width = slots.shape[-1]
-        return (used_lengths(slots[..., 0].reshape(-1) + width, width, num_slots),) * len(self.kinds)

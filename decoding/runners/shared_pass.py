@@ -173,7 +173,7 @@ def compute_chains(part: Part, given: RowInputs, cache: KVCache, mask_kinds: Mas
     def step(token_ids: Tensor, index: int) -> Written:
         moved = torch.stack([given.start + index, given.widths])
         outputs = compute_rows(part, RowInputs(token_ids, moved, None), cache, mask_kinds, rows)
-        return one_token(outputs, looks=rows.looks)
+        return one_token(outputs)
 
     return write_by(step, given.token_ids, rows.num_tokens)
 
@@ -183,8 +183,7 @@ def split_chains(written: Written, passes: Mapping[int, PassRequest], rows: Rows
 
     def of_row(index: int) -> Written:
         states = None if written.states is None else written.states.narrow(-3, index, 1)
-        confidence = None if written.confidence is None else written.confidence[index]
-        return Written(written.token_ids[index], states, confidence)
+        return Written(written.token_ids[index], states)
 
     return {row: of_row(row - rows.first) for row in passes}
 

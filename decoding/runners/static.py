@@ -15,34 +15,21 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from decoding.acceptance import accept_greedy, most_likely
 from decoding.cache.kv_cache import KVCache, Storage
 from decoding.errors import UnsupportedRunnerError
 from decoding.kernels.choice import kernel_for
 from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
 from decoding.runners.compilation import PREPARING, CompiledBlocks, call_block, compiling, without_guards
-from decoding.runners.contract import (
-    BlockCall,
-    Outputs,
-    Part,
-    PassRequest,
-    Verdict,
-    Written,
-    judged,
-    one_token,
-    write_by,
-)
+from decoding.runners.contract import BlockCall, Outputs, Part, PassRequest, Written, judged, one_token, write_by
 from decoding.runners.eager import EagerRunner
-from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.graphs import CudaGraphs, OutputsT, PassRecorder
-from decoding.runners.masks import MaskKinds, Positions, UsedLengths
+from decoding.runners.masks import MaskKinds, Positions
 from decoding.runners.shared_pass import (
     RowInputs,
     Rows,
@@ -86,11 +73,10 @@ class StaticRunner(EagerRunner):
         buckets: Buckets | None = None,
         exact_width: int | None = None,
         recorder: PassRecorder | None = None,
-        features: SpeedFeatures = NO_FEATURES,
     ) -> None:
-        super().__init__(mask_kinds, device, features=features)
+        super().__init__(mask_kinds, device)
         self.exact_width = exact_width
-        blocks = CompiledBlocks(device, features) if compiled else None
+        blocks = CompiledBlocks(device) if compiled else None
         self.block_call = blocks or call_block
         self.buckets = buckets or (GPU_BUCKETS if device.type == "cuda" else CPU_BUCKETS)
         self._device = device
@@ -113,8 +99,6 @@ class StaticRunner(EagerRunner):
         self._row_inputs = WeakKeyDictionary[Storage, dict[Rows, RowInputs]]()
 
     def _in_place_of(self, masks: MaskKinds) -> MaskKinds:
-        if self.features.varlen_attention:
-            return UsedLengths(masks.windows, masks.additive)
         # Any other recorder stands for a GPU, of which this kernel would give the wrong shapes.
         is_cpu = self._recorder is None or self._tapes
         attends = is_cpu and masks.attends_plainly and masks.additive is not None
@@ -148,9 +132,7 @@ class StaticRunner(EagerRunner):
         for small in free:
             if small not in self._protected:
                 self._forget(small)
-        self._storages.append(
-            Storage(num_layers, num_slots, num_rows=num_rows, slots_first=self.features.varlen_attention)
-        )
+        self._storages.append(Storage(num_layers, num_slots, num_rows=num_rows))
         return self._storages[-1]
 
     @contextmanager
@@ -216,43 +198,27 @@ class StaticRunner(EagerRunner):
         kept = None if outputs.states is None else outputs.states[..., :width, :].clone()
         return outputs.of_row(0, 1 if shape.last_only else width, kept, last_only=last_only)
 
-    def write_greedily(
-        self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int, *, looks: bool = False
-    ) -> Written:
+    def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
         """Draft in as few recordings as possible."""
 
         def piece(token_ids: Tensor, index: int) -> Written:
-            return self._piece(part, token_ids, cache, start + index, num_tokens - index, looks)
+            return self._piece(part, token_ids, cache, start + index, num_tokens - index)
 
         return write_by(piece, token_ids, num_tokens)
 
-    def _piece(
-        self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int, looks: bool
-    ) -> Written:
+    def _piece(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
         """Draft as many of the tokens as one recording covers."""
         count = self._longest_chain(num_tokens)
         if count == 1 or start == 0 or (part.is_whole and self.exact_width is not None):
-            return one_token(self.run(part, token_ids, cache, start, last_only=True, looks=looks), looks=looks)
+            return one_token(self.run(part, token_ids, cache, start, last_only=True))
         cache.cover(start, count)
         self._buffers(cache, 1).fill(token_ids, start, None)
-        shape = _Shape(1, self._reach(cache.storage, start + count), num_tokens=count, looks=looks)
+        shape = _Shape(1, self._reach(cache.storage, start + count), num_tokens=count)
         return self._prepared_pass(part, cache, shape, self._compute_chain)
 
     def _longest_chain(self, num_tokens: int) -> int:
         """Return the number of tokens, at most `num_tokens`, that one recording drafts."""
         return 1 if self._tapes else next((count for count in CHAINS if count <= num_tokens), 1)
-
-    def run_round(
-        self, draft: Part, whole: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int
-    ) -> Tensor:
-        """Run draft, verification and acceptance in one recording, if there is one of this width."""
-        if self.exact_width is not None or start == 0 or not self.buckets.fits(num_tokens + 1):
-            return super().run_round(draft, whole, token_ids, cache, start, num_tokens)
-        cache.cover(start, num_tokens + 1)
-        width = self.buckets.width(num_tokens + 1)
-        self._buffers(cache, 1).fill(token_ids, start, None)
-        shape = _Shape(width, self._reach(cache.storage, start + width), num_tokens=num_tokens, is_round=True)
-        return self._prepared_pass(draft, cache, shape, partial(self._compute_round, whole)).values
 
     def run_shared_pass(self, part: Part, passes: Mapping[int, PassRequest], memory: Storage) -> dict[int, Outputs]:
         """Run a shared pass in a fixed shape, if there is one of this width for all rows."""
@@ -270,7 +236,7 @@ class StaticRunner(EagerRunner):
         count = self._longest_chain(num_tokens)
         if count == 1:  # a shared pass of the same shape may be prepared already
             outputs = self.run_shared_pass(part, passes, memory)
-            return {row: one_token(outputs[row], looks=each.looks) for row, each in passes.items()}
+            return {row: one_token(each) for row, each in outputs.items()}
         rows, cache = self._begin_rows(passes, memory, count)
         return split_chains(self._prepared_pass(part, cache, rows, self._compute_chains), passes, rows)
 
@@ -347,20 +313,9 @@ class StaticRunner(EagerRunner):
 
         def step(token_ids: Tensor, index: int) -> Written:
             outputs = self._compute_at(part, cache, shape, token_ids, slots + index, buffers.last)
-            return one_token(Outputs(outputs.logits[0], outputs.states), looks=shape.looks)
+            return one_token(Outputs(outputs.logits[0], outputs.states))
 
         return write_by(step, buffers.token_ids, shape.num_tokens)
-
-    def _compute_round(self, whole: Part, draft: Part, cache: KVCache, shape: _Shape) -> Verdict:
-        drafted = self._compute_chain(draft, cache, shape).token_ids
-        buffers = self._buffers(cache, 1)
-        padding = drafted.new_zeros(shape.width - 1 - shape.num_tokens)
-        token_ids = torch.cat([buffers.token_ids[0], drafted, padding])[None]
-        slots = buffers.slots() + torch.arange(shape.width, device=self._device)
-        last = torch.full_like(buffers.last, shape.num_tokens)
-        outputs = self._compute_at(whole, cache, shape, token_ids, slots, last)
-        choices = most_likely(outputs.logits[0, : shape.num_tokens + 1])
-        return Verdict(accept_greedy(drafted, choices))
 
     def _compute_at(
         self,
@@ -413,8 +368,6 @@ class _Shape:
     """Number of tokens that the pass generates, one position each; 1 in a pass that returns logits."""
     looks: bool = False
     """True if the pass computes the confidence of its logits."""
-    is_round: bool = False
-    """True if the tokens are verified at once by a pass of this width."""
     is_tree: bool = False
     """True if the positions in the sequence are given, as they are not those of the slots."""
 

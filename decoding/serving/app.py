@@ -187,10 +187,6 @@ def _answer_errors(app: FastAPI) -> None:
         app.add_exception_handler(error, answering(answer))
 
 
-def _full(error: WaitingRoomFullError) -> ApiError:
-    return ApiError(503 if error.is_closed else 429, str(error), kind="overloaded_error")
-
-
 def _failure(error: RequestFailedError) -> ApiError:
     return ApiError(503 if error.is_shutdown else 500, str(error), kind="server_error")
 
@@ -203,7 +199,7 @@ def _validation(error: RequestValidationError) -> ApiError:
 ANSWERS: dict[type[Exception], Callable[[Any], ApiError]] = {
     ApiError: lambda error: error,
     UnsupportedRequestError: lambda error: ApiError(400, str(error)),
-    WaitingRoomFullError: _full,
+    WaitingRoomFullError: lambda error: ApiError(503 if error.is_closed else 429, str(error), kind="overloaded_error"),
     RequestFailedError: _failure,
     RequestValidationError: _validation,
     StarletteHTTPException: lambda error: ApiError(error.status_code, str(error.detail)),

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.decoder import Decoder
 from decoding.draft_length import Controller
@@ -25,7 +24,7 @@ from decoding.drafters.contract import Drafter, Proposal
 from decoding.profile import Interval
 from decoding.rounds import Round
 from decoding.runners.contract import Outputs
-from decoding.text import Shaping, TokenSequence
+from decoding.text import Request, TokenSequence
 
 CONTROL_ROUNDS = 8
 """Rounds per sequence of a control; the one in which a sequence changes is left out."""
@@ -169,16 +168,10 @@ class _ControlledDrafter(Drafter):
         return self._drafter.prefill_target(sequence, cache)
 
     def draft(
-        self,
-        sequence: TokenSequence,
-        cache: KVCache,
-        controller: Controller,
-        shaping: Shaping,
-        acceptance: Acceptance,
-        limit: int,
+        self, sequence: TokenSequence, cache: KVCache, controller: Controller, request: Request, limit: int
     ) -> Proposal:
         if self._drafts():
-            return self._drafter.draft(sequence, cache, controller, shaping, acceptance, limit)
+            return self._drafter.draft(sequence, cache, controller, request, limit)
         return Proposal(0, None, steered=False)
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:

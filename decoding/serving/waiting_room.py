@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from threading import Condition
 
-from decoding.decode import Request
 from decoding.errors import SdtuneError
 from decoding.rounds import Prefill, Round
+from decoding.text import Request
 
 
 class WaitingRoomFullError(SdtuneError):

@@ -169,7 +169,7 @@ def _logits_of_all(target: Target, view: DraftView, token_ids: Tensor, start: in
     """Return logits of passes over several positions and over one, and of a view over one."""
     whole = _logits(target, token_ids, [TOKENS_AFTER - 1, 1], start)
     cache = _prompted(target, token_ids, start)
-    return whole, view.forward(token_ids[:, start : start + 1], cache, start)
+    return whole, view.run(token_ids[:, start : start + 1], cache, start).logits
 
 
 def _draft_chain(target: Target, view: DraftView, token_ids: Tensor, start: int) -> Tensor:
@@ -183,7 +183,7 @@ def _is_chain_of(target: Target, view: DraftView, token_ids: Tensor, start: int,
     cache = _prompted(target, token_ids, start)
     given = torch.cat([token_ids[0, start : start + 1], drafted])
     for index, token in enumerate(drafted):
-        (logits,) = view.forward(given[index : index + 1][None], cache, start + index).float()
+        (logits,) = view.run(given[index : index + 1][None], cache, start + index).logits.float()
         if logits.max() - logits[token] > _tolerance(target.dtype) * logits.abs().max().clamp_min(1e-6):
             return False
     return True

@@ -126,19 +126,8 @@ class LMHeads:
         own = getattr(self._model, name)
         return LMHead(name, own, with_fast_linears(own, self._weights.copied), call)
 
-    @cached_property
-    def _runners_vocabulary(self) -> DraftVocabulary | None:
-        features, num_rows = self._runner.features, self.num_rows
-        if features.draft_vocabulary is None or num_rows is None:
-            return None
-        return DraftVocabulary.of_most_frequent(features.draft_vocabulary, num_rows, features.token_counts)
-
     def of_drafts(self, vocabulary: DraftVocabulary | None, bits: int | None) -> LMHead | None:
-        """Return the LM head of drafts: all of it, or the rows for a vocabulary; quantised if `bits` are given.
-
-        Without a vocabulary the runner's counts, if it has one.
-        """
-        vocabulary = vocabulary or self._runners_vocabulary
+        """Return the LM head of drafts: all of it, or the rows for a vocabulary; quantised if `bits` are given."""
         if bits is not None:
             return self.quantised(vocabulary, bits)
         return self.whole if vocabulary is None else self._narrow(vocabulary)

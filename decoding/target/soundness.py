@@ -141,7 +141,7 @@ def check_skips(target: Target, attention: Sequence[int], mlp: Sequence[int]) ->
     cache = target.new_cache(CONTEXT_TOKENS)
     skipped = f"attention {[*attention]}, MLP {[*mlp]}"
     with refusing(target.model, f"does not run without the skipped sublayers ({skipped})"):
-        logits = view.forward(some_tokens(target), cache, 0)
+        logits = view.run(some_tokens(target), cache, 0).logits
     expected = [0 if index in attention else 1 for index in range(target.num_layers)]
     if cache.updates_per_layer != expected or not bool(torch.isfinite(logits).all()):
         raise UnsupportedModelError(
@@ -167,7 +167,7 @@ def find_resume_difference(target: Target, boundary: int) -> str | None:
                 target.forward(ids[:, :half], cache, 0)
                 states = draft.run(ids[:, half : half + known], cache, half).states
                 assert states is not None, "the boundary is kept"
-                if not agree(resume.forward(ids[:, half:], cache, half, states), whole):
+                if not agree(resume.run(ids[:, half:], cache, half, states).logits, whole):
                     return (
                         f"{type(target.model).__name__} gives different logits from block {boundary} on than as a whole"
                     )
@@ -228,8 +228,6 @@ class Checks:
             return str(target.maskless_reason)
         if target.runner.exact_width is not None:
             return "bit-exact passes verify chains only"
-        if target.runner.features.varlen_attention:
-            return "variable-length attention cannot leave out slots: turn the feature varlen_attention off"
         return find_tree_difference(target)
 
     def cache(self) -> None:

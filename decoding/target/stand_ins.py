@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decoding.cache.kv_cache import KVCache
-from decoding.cache.last_position import last_position, with_last
-from decoding.errors import UnsupportedRunnerError
+from decoding.cache.kv_cache import KVCache, last_position, with_last
 from decoding.runners.contract import BlockCall
 from decoding.runners.masks import MaskKinds
 
@@ -147,7 +145,7 @@ class FixedShapes(StandIn):
 
     In other passes the block runs as it is. `repeats` is the number of query heads that its attention stacks as
     positions; the mask is repeated for them once per pass. With `own_masks` the block gets the window's mask of its
-    kind even where the model passes one on. Raises `UnsupportedRunnerError` if the model does so by position.
+    kind even where the model passes one on.
     """
 
     def __init__(
@@ -180,10 +178,6 @@ class FixedShapes(StandIn):
         slot = cache.slot(self.index, hidden_states.shape[-2])
         args = tuple(slot if value is cache else value for value in args)
         kwargs = {name: slot if value is cache else value for name, value in kwargs.items()}
-        if self.own_masks and "attention_mask" not in kwargs:
-            raise UnsupportedRunnerError(
-                f"{type(self.block).__name__} takes its mask by position: variable-length attention needs it by name"
-            )
         if self.mask_kind or self.own_masks or (self.repeats > 1 and "attention_mask" in kwargs):
             kwargs["attention_mask"] = cache.window.mask(self.mask_kind, hidden_states.shape[-2], self.repeats)
         return self.call(self.block, hidden_states, args, kwargs)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +17,16 @@ from decoding.runners import PLAIN_RUNNER, build_runner
 from decoding.runners.compilation import PREPARING, call_block
 from decoding.runners.contract import Outputs, Part, PassRequest, Written, write_by
 from decoding.runners.eager import EagerRunner, RunnerFactory
-from decoding.runners.features import SpeedFeatures
 from decoding.runners.masks import MaskKinds
 from decoding.target.anatomy import Anatomy, examine, find_mask_kinds, find_rope_change, follow, refuse_recurrent_state
 from decoding.target.attention import repeats_of, with_grouped_attention, with_kernel_attention
 from decoding.target.equivalence import check_runner, find_shared_pass_difference
-from decoding.target.linears import QuantisedLayers, tied_addresses, with_fast_linears, with_fused_projections
+from decoding.target.linears import QuantisedLayers, with_fast_linears
 from decoding.target.lm_heads import DraftVocabulary, LMHeads
 from decoding.target.parts import ModelPart, without
 from decoding.target.soundness import Checks, separable
 from decoding.target.stand_ins import Emit, FixedShapes, Identity, PassState, shallow_copy
-from decoding.target.varlen import find_kernel, with_varlen_attention
 from decoding.target.weights import ModelWeights
-
-_TARGETS: WeakKeyDictionary[nn.Module, WeakSet[Target]] = WeakKeyDictionary()
-"""The targets of each model: fusing moves the weights of all of them."""
 
 
 class Target:
@@ -60,8 +54,6 @@ class Target:
         self._rope_change = find_rope_change(self.config)
         self.mask_kinds, self.maskless_reason = _mask_kinds_of(self.config, self.dtype, self.anatomy)
         self.runner = self._build_runner(runner, exact_width)
-        # Only where it is needed: weights that are not in memory have no address.
-        self._tied = tied_addresses(model) if self.runner.features.fused_projections else frozenset()
         self._weights = ModelWeights(model, frequencies_change=self._rope_change is not None)
         self.quantised = QuantisedLayers(_router_sizes(self.config), self._weights.copied)
         self.lm_heads = LMHeads(self.model, self.runner, self._weights, self.quantised)
@@ -70,12 +62,8 @@ class Target:
         self.stack = [self.prepare_block(block, index) for index, block in enumerate(self.blocks)]
         self.whole = self.part(self.stack, is_whole=True)
         self._weights.note()
-        _TARGETS.setdefault(model, WeakSet()).add(self)
         if self.runner.block_call is not None:
-            # Drafts of both choose from the same vocabulary.
-            own = self.runner.features
-            features = SpeedFeatures(draft_vocabulary=own.draft_vocabulary, token_counts=own.token_counts)
-            check_runner(self, Target(model, partial(EagerRunner, features=features)))
+            check_runner(self, Target(model))
 
     def _build_runner(self, runner: str | RunnerFactory, exact_width: int | None) -> EagerRunner:
         if runner == PLAIN_RUNNER and exact_width is None:
@@ -99,16 +87,8 @@ class Target:
                 return False  # another thread was faster
             self.runner.drop_recordings()
             self._weights.renew()
-            if self.runner.features.fused_projections:
-                self._drop_recordings_of_others()
             self._weights.note()
         return True
-
-    def _drop_recordings_of_others(self) -> None:
-        """Let the model's other targets record again, also in the middle of a sequence: fusing has moved weights that they read."""
-        for other in _TARGETS.get(self.model, ()):
-            if other is not self:
-                other.runner.drop_recordings()
 
     def part(
         self,
@@ -123,9 +103,8 @@ class Target:
     ) -> ModelPart:
         """Return the model with `blocks` in place of its own, whose stand-ins share `current`.
 
-        One that `drafts` chooses from `vocabulary`, or else from the runner's draft vocabulary, if there is one, and by an LM
-        head with weights of `bits`, if they are given. Raises `UnsupportedModelError` for a vocabulary if the LM head is not a
-        plain linear layer.
+        One that `drafts` chooses from `vocabulary`, if there is one, and by an LM head with weights of `bits`, if they are given.
+        Raises `UnsupportedModelError` for a vocabulary if the LM head is not a plain linear layer.
         """
         return ModelPart(
             self.model,
@@ -181,29 +160,22 @@ class Target:
         block = self._with_attention(block, index)
         repeats = repeats_of(block, attention)
         block = block if around is None else around(block)
-        block = self._with_fast_weights(block) if bits is None else self.quantised.within(block, bits)
+        if bits is not None:
+            block = self.quantised.within(block, bits)
+        elif self._packs:
+            block = with_fast_linears(block, self._weights.copied)
         if self.mask_kinds is None:
             return block
         call = self.runner.block_call or call_block
         own_masks = self.runner.reads_all_slots
         return FixedShapes(block, index, self.mask_kinds, call, repeats=repeats, own_masks=own_masks)
 
-    def _with_fast_weights(self, block: nn.Module) -> nn.Module:
-        """Return a copy of `block` whose linear layers are computed as this target's runner does, on the model's weights."""
-        if self.runner.features.fused_projections:
-            block = with_fused_projections(block, self._tied, self._weights.copied)
-            self._drop_recordings_of_others()
-        return with_fast_linears(block, self._weights.copied) if self._packs else block
-
     def _with_attention(self, block: nn.Module, index: int) -> nn.Module:
         """Return a copy of `block` with the attention of this target's passes, or `block` if nothing changes."""
         attention = self.anatomy.attention[index]
         if self.runner.attends_by_position and self.mask_kinds is not None:
             return with_kernel_attention(block, attention, self.mask_kinds.windows[index])
-        if not self.runner.features.varlen_attention or self.mask_kinds is None:
-            return with_grouped_attention(block, attention)
-        kernel = find_kernel(self.device, self.dtype)
-        return with_varlen_attention(block, attention, self.mask_kinds.windows[index], kernel)
+        return with_grouped_attention(block, attention)
 
     def run(
         self,
@@ -227,15 +199,13 @@ class Target:
             part, token_ids, cache, start, last_only=last_only, states=states, looks=looks, positions=positions
         )
 
-    def write_greedily(
-        self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int, *, looks: bool = False
-    ) -> Written:
+    def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
         """Draft greedily; see `EagerRunner.write_greedily`. Sequences in lockstep draft together, as far as each wants to."""
         if (company := cache.company) is None:
-            return self.runner.write_greedily(part, token_ids, cache, start, num_tokens, looks=looks)
+            return self.runner.write_greedily(part, token_ids, cache, start, num_tokens)
 
         def piece(token_ids: Tensor, index: int) -> Written:
-            request = PassRequest(token_ids, cache, start + index, last_only=True, states=None, looks=looks)
+            request = PassRequest(token_ids, cache, start + index, last_only=True, states=None)
             written: Written = company.write(part, request, num_tokens - index)
             return written
 

@@ -49,28 +49,16 @@ class DraftView:
             blocks[self.boundary - 1] = Tap(blocks[self.boundary - 1], record=current.tap)
         self._part = target.part(blocks, current, drafts=True, vocabulary=vocabulary, bits=bits)
 
-    def forward(self, token_ids: Tensor, cache: KVCache, start: int) -> Tensor:
-        """Return logits [1, vocabulary] after the last of `token_ids` [1, width]."""
-        return self.run(token_ids, cache, start).logits
-
     def run(self, token_ids: Tensor, cache: KVCache, start: int, *, looks: bool = False) -> Outputs:
-        """Run the last position of `token_ids` [1, width]; `looks` as in `EagerRunner.run`.
+        """Run `token_ids` [1, width]; the logits [1, vocabulary] are those after the last. `looks` as in `EagerRunner.run`.
 
         The outputs' states are the boundary states [.., width, hidden], if they are kept.
         """
         return self._target.run(self._part, token_ids, cache, start, last_only=True, looks=looks)
 
-    def write(self, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int, *, looks: bool = False) -> Written:
-        """Draft `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`, recording boundary states if kept.
-
-        `looks` as in `EagerRunner.write_greedily`.
-        """
-        return self._target.write_greedily(self._part, token_ids, cache, start, num_tokens, looks=looks)
-
-    def run_round(self, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Tensor:
-        """Draft and verify; see `EagerRunner.run_round`. The sequence must not be in lockstep."""
-        target = self._target
-        return target.runner.run_round(self._part, target.whole, token_ids, cache, start, num_tokens)
+    def write(self, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
+        """Draft `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`, recording boundary states if kept."""
+        return self._target.write_greedily(self._part, token_ids, cache, start, num_tokens)
 
     def rounds(self, token_ids: Tensor, cache: RoundsCache) -> Iterator[Tensor]:
         """Yield logits [rounds, depth, vocabulary] of many rounds whose drafts `token_ids` [rounds, depth] are known.
@@ -139,10 +127,6 @@ class ResumeView:
         self._from_known = target.part([*passed_by, Resume(first, known), *after], known, verifies=True)
         self._from_last = target.part([*narrowed, Resume(first, last, appends=True), *after], last, verifies=True)
 
-    def forward(self, token_ids: Tensor, cache: KVCache, start: int, states: Tensor) -> Tensor:
-        """Return logits [width, vocabulary] of `token_ids` [1, width]; see `run`."""
-        return self.run(token_ids, cache, start, states).logits
-
     def run(self, token_ids: Tensor, cache: KVCache, start: int, states: Tensor) -> Outputs:
         """Run `token_ids` [1, width], all of which get logits.
 
@@ -167,17 +151,6 @@ class TappedView:
         blocks[boundary - 1] = Tap(blocks[boundary - 1], record=current.tap)
         self._part = target.part(blocks, current, is_whole=True)
 
-    def forward(
-        self, token_ids: Tensor, cache: KVCache, start: int, *, last_only: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Run `token_ids` [1, width] and record the boundary states.
-
-        Return logits [width (1 if `last_only`), vocabulary] and the states [.., width, hidden].
-        """
-        outputs = self.run(token_ids, cache, start, last_only=last_only)
-        assert outputs.states is not None, "the boundary is tapped"
-        return outputs.logits, outputs.states
-
     def run(
         self,
         token_ids: Tensor,
@@ -187,7 +160,7 @@ class TappedView:
         last_only: bool = False,
         positions: Sequence[int] | None = None,
     ) -> Outputs:
-        """Run `token_ids` [1, width], as `EagerRunner.run` does; the outputs' states are those at the boundary."""
+        """Run `token_ids` [1, width] as `EagerRunner.run` does; the outputs' states [.., width, hidden] are the boundary's."""
         return self._run(self._part, token_ids, cache, start, last_only=last_only, positions=positions)
 
 
@@ -217,30 +190,23 @@ class ExitView:
         self._from_pending = drafting([*narrowed, *between, catch_up], pending)
         self._head_only = drafting([*passed_by[:-1], Resume(Head(block), fill)], fill)
 
-    def forward(self, token_ids: Tensor, cache: KVCache, start: int, pending: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return logits [1, vocabulary] after the last of `token_ids` [1, width], and its exit state.
-
-        The state is [.., 1, hidden]. The blocks run on the last token only. The head also runs on the `pending`
-        states [.., width - 1, hidden] of the tokens before.
-        """
-        outputs = self.run(token_ids, cache, start, pending)
-        assert outputs.states is not None, "the exit is tapped"
-        return outputs.logits, outputs.states
-
     def run(
         self, token_ids: Tensor, cache: KVCache, start: int, pending: Tensor | None, *, looks: bool = False
     ) -> Outputs:
-        """Run as `forward` does; `looks` as in `EagerRunner.run`."""
+        """Run `token_ids` [1, width]; the outputs are the logits [1, vocabulary] and the exit state [.., 1, hidden] of the last.
+
+        The blocks run on the last token only. The head also runs on the `pending` states [.., width - 1, hidden] of the tokens
+        before. `looks` as in `EagerRunner.run`.
+        """
         part = self._step if pending is None else self._from_pending
         return self._target.run(part, token_ids, cache, start, last_only=True, states=pending, looks=looks)
 
-    def write(self, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int, *, looks: bool = False) -> Written:
+    def write(self, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
         """Draft `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`.
 
-        Also return the exit states of the passes. The head must have processed every position before `start`. `looks` as
-        in `EagerRunner.write_greedily`.
+        Also return the exit states of the passes. The head must have processed every position before `start`.
         """
-        return self._target.write_greedily(self._step, token_ids, cache, start, num_tokens, looks=looks)
+        return self._target.write_greedily(self._step, token_ids, cache, start, num_tokens)
 
     def fill(self, token_ids: Tensor, cache: KVCache, start: int, states: Tensor) -> None:
         """Run only the head on the `states` [.., width, hidden] of `token_ids`, to fill its cache."""

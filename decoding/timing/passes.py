@@ -98,7 +98,7 @@ class PromptedBatch:
         def do(row: int) -> None:
             done[row] = work(self.sequences[row])
 
-        self._lockstep.run_to_end([partial(do, row) for row in range(len(self.sequences))])
+        self._lockstep.run([partial(do, row) for row in range(len(self.sequences))])
         return [done[row] for row in range(len(self.sequences))]
 
     def seconds(self, work: Callable[[Prompted], object]) -> float:

@@ -15,8 +15,7 @@ from itertools import pairwise
 
 import torch
 
-from decoding.acceptance import Greedy
-from decoding.decode import Request
+from decoding.decode import judge
 from decoding.draft_length import Controller, CostAwareRule, DraftLengthRule, Looking, RoundCosts
 from decoding.drafters.build import build_drafter
 from decoding.drafters.contract import Drafter, Proposal
@@ -26,7 +25,7 @@ from decoding.head_folder import HeadFolder
 from decoding.lockstep import shared_batch_size
 from decoding.profile import Decoding
 from decoding.target import Target
-from decoding.text import Ending, Shaping
+from decoding.text import Ending, Request
 from decoding.timing.passes import Prompted, PromptedBatch, between_plain
 
 # Costs bend at the first few tokens and at powers of two; in between, a straight line does.
@@ -148,13 +147,11 @@ class _RoundBench:
         """Return the drafted tokens and the seconds of drafting and of verifying; the sequences stay unchanged."""
 
         def propose(sequence: Prompted) -> Proposal:
-            return self._drafter.draft(
-                sequence.text, sequence.cache, controller, Shaping(), Greedy(), controller.max_tokens
-            )
+            return self._drafter.draft(sequence.text, sequence.cache, controller, self._greedy, controller.max_tokens)
 
         def verify(sequence: Prompted) -> None:
             text, cache, draft = sequence.text, sequence.cache, drafts[sequence]
-            text.read(self._greedy.judge(text, draft, self._drafter.verify(text, cache, draft)))
+            text.read(judge(self._greedy, text, draft, self._drafter.verify(text, cache, draft)))
             cache.roll_back(text.length - 1)
 
         watch, sequences = self._batch.watch, self._batch.sequences

@@ -109,7 +109,8 @@ def test_swift_scores_the_share_of_tokens_that_a_parallel_pass_predicts(bench: A
         view = DraftView(target, draft.skip_attention, draft.skip_mlp, keep_boundary=False)
         # Token by token through one cache: each reads the draft's own keys and values of those before.
         predicted = [
-            int(view.forward(torch.tensor([[output[i]]]), cache, len(prompt) + i).argmax()) for i in range(Swift.WINDOW)
+            int(view.run(torch.tensor([[output[i]]]), cache, len(prompt) + i).logits.argmax())
+            for i in range(Swift.WINDOW)
         ]
         shares.append(np.mean(np.array(predicted) == output[1 : Swift.WINDOW + 1]))
     assert 0.0 < np.mean(shares) < 1.0

@@ -21,7 +21,7 @@ def text_of(*tokens: int, capacity: int = 16) -> TokenSequence:
 def test_drafts_follow_the_sequence_until_tokens_are_appended() -> None:
     text = text_of(5, 6)
     for index, token in enumerate((1, 2, 3)):
-        text.write_draft(index, torch.tensor([token]))
+        text.write(index, torch.tensor([token]))
     assert text.length == 2
     assert text.span(2, 5).tolist() == [[1, 2, 3]]
     text.append([1, 9])
@@ -70,7 +70,7 @@ class Noting:
 def test_processors_see_the_sequence_and_the_preceding_drafts() -> None:
     text, noting = text_of(5, 6), Noting()
     for index, token in enumerate((1, 2)):
-        text.write_draft(index, torch.tensor([token]))
+        text.write(index, torch.tensor([token]))
     scores = Shaping([noting]).all(text, torch.zeros(3, 4))
     assert noting.seen == [[5, 6], [5, 6, 1], [5, 6, 1, 2]]
     assert scores.tolist() == [[1.0] * 4] * 3
@@ -78,7 +78,7 @@ def test_processors_see_the_sequence_and_the_preceding_drafts() -> None:
 
 def test_draft_and_verification_shape_a_token_alike() -> None:
     text, noting = text_of(5, 6), Noting()
-    text.write_draft(0, torch.tensor([1]))
+    text.write(0, torch.tensor([1]))
     logits = torch.arange(8.0).reshape(2, 4)
     together = Shaping([noting]).all(text, logits)
     alone = Shaping([noting]).one(text, 1, logits[1:])

@@ -106,12 +106,13 @@ def test_a_profile_with_bits_is_refused_or_left_on_a_gpu_as_it_asks(on_mismatch:
         patch.setattr("decoding.deploy.custom_generate.check_target", lambda *_: None)  # it reads values
         decoder = load_decoder(profile, on_mismatch=on_mismatch)
         target = device.target(model)
+        patch.setattr("decoding.deploy.custom_generate.Target", lambda *_, **__: target)
         if on_mismatch == "error":
             with pytest.raises(UnsupportedModelError, match="no kernel on cuda yet"):
-                decoder.decoder_on(target)
+                decoder.decoder_for(model)
             return
         with pytest.warns(ProfileWarning, match="decoding plainly, without profile 'tiny': .* no kernel on cuda yet"):
-            assert decoder.decoder_on(target).drafter is None
+            assert decoder.decoder_for(model).drafter is None
 
 
 NOTED: dict[str, tuple[Callable[[Tensor], object], int]] = {

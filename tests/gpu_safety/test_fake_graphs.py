@@ -18,7 +18,6 @@ from torch import Tensor
 from decoding.acceptance import Leaves, accept_leaf_greedy
 from decoding.decoder import Decoder, plain_decoder
 from decoding.runners.buckets import GPU_BUCKETS
-from decoding.runners.features import SpeedFeatures
 from decoding.target import Target
 from tests.support.fake_graphs import FakeGraphs, RecordingError
 from tests.support.families import PROMISED, build, target_of
@@ -32,7 +31,6 @@ from tests.support.recorded_decoding import (
     recorded_target,
     requests,
 )
-from tests.support.recorders import unchecked
 
 
 @functools.cache
@@ -40,13 +38,6 @@ def fake_graphs_of(family: str) -> tuple[Target, FakeGraphs]:
     """Return a target that was checked under the rules of graphs too."""
     graphs = FakeGraphs()
     return recorded_target(family, graphs), graphs
-
-
-@functools.cache
-def fake_graphs_with(features: SpeedFeatures) -> tuple[Target, FakeGraphs]:
-    graphs = FakeGraphs()
-    with unchecked():
-        return recorded_target("llama", graphs, features=features), graphs
 
 
 @functools.cache
@@ -80,23 +71,6 @@ def test_sampled_text_is_the_eager_decoders(draft: str, tmp_path: Path) -> None:
     found = alone_and_together(decoder, sampled=True)
     assert found == alone_and_together(eager, sampled=True)
     assert found[1:] != eager_texts("llama")
-    assert graphs.num_replayed > replayed
-    assert graphs.strangers(decoder) == []
-
-
-@pytest.mark.parametrize(
-    ("features", "draft", "rule"),
-    [
-        (SpeedFeatures(draft_vocabulary=32), HEAD, "AdaEDL, last dropped"),
-        (SpeedFeatures(whole_rounds=True), "half blocks", "fixed 8"),
-    ],
-)
-def test_text_with_speed_features_is_the_eager_text(
-    features: SpeedFeatures, draft: str, rule: str, tmp_path: Path
-) -> None:
-    (target, graphs), plain = fake_graphs_with(features), eager_texts("llama")
-    decoder, replayed = decoder_of(target, draft, RULES[rule], tmp_path), graphs.num_replayed
-    assert alone_and_together(decoder) == [plain[-1], *plain]
     assert graphs.num_replayed > replayed
     assert graphs.strangers(decoder) == []
 

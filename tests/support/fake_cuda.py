@@ -26,7 +26,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from decoding.runners.buckets import GPU_BUCKETS
-from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.graphs import OutputsT
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
@@ -76,9 +75,9 @@ class FakeCuda:
             self._recording = False
         return outputs.copied(), lambda: outputs.copied()
 
-    def target(self, model: PreTrainedModel, features: SpeedFeatures = NO_FEATURES) -> Target:
+    def target(self, model: PreTrainedModel) -> Target:
         """Return `model` with its weights on the fake device, run by the static runner with this recorder."""
-        runner = partial(StaticRunner, compiled=False, buckets=GPU_BUCKETS, recorder=self, features=features)
+        runner = partial(StaticRunner, compiled=False, buckets=GPU_BUCKETS, recorder=self)
         return Target(moved(model, self.mode), runner)
 
     def waits_of(self, work: Callable[[], object]) -> Counter[str]:

@@ -30,7 +30,6 @@ from decoding.drafts import (
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.runners.buckets import GPU_BUCKETS
-from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.graphs import PassRecorder
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
@@ -92,12 +91,10 @@ def recorded_target(
     family: str,
     recorder: PassRecorder | None,
     device: str = "cpu",
-    *,
-    features: SpeedFeatures = NO_FEATURES,
     **settings: Any,
 ) -> Target:
     """Load a family with the static runner as on a GPU, but uncompiled, and with this recorder or the device's own."""
-    runner = functools.partial(StaticRunner, compiled=False, buckets=GPU_BUCKETS, recorder=recorder, features=features)
+    runner = functools.partial(StaticRunner, compiled=False, buckets=GPU_BUCKETS, recorder=recorder)
     return Target(build(family, **settings).to(device), runner)
 
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from pydantic import Field
 from torch import Tensor
 
-from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
+from decoding.decode import Request
 from decoding.draft_length import Controller, DraftLengthRule
 from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.prompt_lookup import length_allowed
@@ -18,7 +18,7 @@ from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.runners.contract import Outputs
 from decoding.target import Target
-from decoding.text import Shaping, TokenSequence
+from decoding.text import TokenSequence
 from studies.prediction.contract import DraftPredictor, Prediction
 from studies.prediction.predictor import Predictor
 
@@ -56,13 +56,7 @@ class CycleDrafter(Drafter):
         return self._target.forward(text.span(0, text.length), cache, 0, last_only=True)
 
     def draft(
-        self,
-        text: TokenSequence,
-        cache: KVCache,
-        controller: Controller,
-        shaping: Shaping,
-        acceptance: Acceptance,
-        limit: int,
+        self, text: TokenSequence, cache: KVCache, controller: Controller, request: Request, limit: int
     ) -> Proposal:
         tokens = cycle(text, length_allowed(controller, limit), self._period) if limit > 0 else None
         if tokens is None:

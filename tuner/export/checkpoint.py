@@ -161,9 +161,9 @@ def _deployed_logits(target: Target, shape: DraftShape, head: ExitHead | None, t
     """Return the logits [1, vocabulary] of the view that decodes in production, after the last token."""
     cache = target.new_cache(token_ids.shape[1])
     if head is not None:
-        return ExitView(target, len(shape.blocks), head).forward(token_ids, cache, 0, None)[0]
+        return ExitView(target, len(shape.blocks), head).run(token_ids, cache, 0, None).logits
     skipped = [index for index in range(target.num_layers) if index not in shape.blocks]
-    return DraftView(target, skipped, skipped, keep_boundary=False).forward(token_ids, cache, 0)
+    return DraftView(target, skipped, skipped, keep_boundary=False).run(token_ids, cache, 0).logits
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

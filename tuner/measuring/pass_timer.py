@@ -9,12 +9,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from decoding.acceptance import Greedy
+from decoding.decode import Request
 from decoding.draft_length import Controller, Looking
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafts import LayerSkip
 from decoding.target import DraftVocabulary, ResumeView, TappedView, Target
-from decoding.text import Shaping
+from decoding.text import Ending
 from decoding.timing.passes import Prompted, PromptedBatch
 from studies.costs.terms import DraftStep, Pass
 
@@ -83,9 +83,11 @@ class PassTimer:
         run = num_sublayers - len(skip.skip_attention) - len(skip.skip_mlp)
         steps = min(round(num_sublayers / max(run, 1)), MOST_STEPS, self._room - 1)
 
+        request = Request([0], Ending(steps + 1))
+
         def draft(sequence: Prompted) -> None:
             controller = Looking(steps) if each.looks else Controller(steps)
-            drafter.draft(sequence.text, sequence.cache, controller, Shaping(), Greedy(), steps)
+            drafter.draft(sequence.text, sequence.cache, controller, request, steps)
 
         return batch.seconds(draft) / steps
 
@@ -103,7 +105,7 @@ class PassTimer:
 
         def verify(sequence: Prompted) -> None:
             known = states[sequence][..., : width - 1, :]
-            view.forward(sequence.ahead(width), sequence.cache, sequence.cache.length, known)
+            view.run(sequence.ahead(width), sequence.cache, sequence.cache.length, known)
 
         return verify
 
@@ -115,7 +117,9 @@ class PassTimer:
 
             def keep(sequence: Prompted) -> None:
                 tokens = sequence.ahead(self._room)
-                _, states[sequence] = view.forward(tokens, sequence.cache, sequence.cache.length)
+                found = view.run(tokens, sequence.cache, sequence.cache.length).states
+                assert found is not None, "the boundary is tapped"
+                states[sequence] = found
 
             self._batches[context].all(keep)
             self._states[key] = states

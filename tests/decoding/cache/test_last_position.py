@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decoding.cache.last_position import last_position, with_last
+from decoding.cache.kv_cache import last_position, with_last
 
 LAST = torch.tensor([2, 0])
 

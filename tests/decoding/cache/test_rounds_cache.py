@@ -41,7 +41,7 @@ def _draft_one_round(target: Target, skip: str, text: list[int], start: int) -> 
     view = DraftView(target, *SKIPS[skip], keep_boundary=False)
     steps = range(start, start + DEPTH)
     return torch.cat(
-        [view.forward(torch.tensor([text[position : position + 1]]), cache, position) for position in steps]
+        [view.run(torch.tensor([text[position : position + 1]]), cache, position).logits for position in steps]
     )
 
 

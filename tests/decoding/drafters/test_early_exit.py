@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.acceptance import Greedy
 from decoding.decode import Request, autoregressive, speculative
 from decoding.draft_length import (
     Controller,
@@ -24,7 +23,7 @@ from decoding.rounds import Generation
 from decoding.target import DraftVocabulary, ExitHead, ExitView, Target
 from decoding.target.heads import new_exit_head
 from decoding.target.states import exit_logits, exit_states
-from decoding.text import Ending, Shaping, TokenSequence
+from decoding.text import Ending, TokenSequence
 from tests.support.families import (
     NUM_LAYERS,
     SUPPORTED,
@@ -63,7 +62,7 @@ def test_head_with_a_vocabulary_of_its_own_drafts_from_it(family: str, target_wi
     first = int(drafter.prefill(sequence, cache).argmax())
     cache.length = len(request.prompt)
     sequence.append([first])
-    drafter.draft(sequence, cache, Controller(4), Shaping(), Greedy(), 4)
+    drafter.draft(sequence, cache, Controller(4), Request([0], Ending(9)), 4)
     drafted = sequence.span(sequence.length, sequence.length + 4)[0].tolist()
     assert set(drafted) <= set(chosen.token_ids)
     generation = write(target, drafter, Controller(4), request)
@@ -144,7 +143,7 @@ def test_head_forgets_what_is_not_verified_from_its_states(bits: int | None, kep
         drafter.prefill(text, cache)
         cache.length = text.length
         text.append([7])
-        draft = drafter.draft(text, cache, DropsThird(5), Shaping(), Greedy(), 5)
+        draft = drafter.draft(text, cache, DropsThird(5), Request([0], Ending(9)), 5)
         branch = cache.branch
         assert draft.num_tokens == 2
         assert (branch.length, branch.pending) == (9 + kept, None)

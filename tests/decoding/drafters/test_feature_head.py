@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.acceptance import Acceptance, Greedy
 from decoding.cache.kv_cache import KVCache
 from decoding.decode import Request, speculative
 from decoding.decoder import Decoder
@@ -27,7 +26,7 @@ from decoding.runners.contract import Outputs
 from decoding.target import DraftVocabulary, FeatureHead, Target
 from decoding.target.heads import unrolled
 from decoding.target.states import last_states
-from decoding.text import Ending, Shaping, TokenSequence
+from decoding.text import Ending, TokenSequence
 from decoding.timing.round_costs import measure_round_costs
 from tests.support.families import VOCABULARY, some_tokens, static_target_of, target_of
 from tests.support.feature_heads import disturbed_feature_head, write_feature_head
@@ -49,15 +48,9 @@ class Watched(Drafter):
         return self._drafter.prefill(sequence, cache)
 
     def draft(
-        self,
-        sequence: TokenSequence,
-        cache: KVCache,
-        controller: Controller,
-        shaping: Shaping,
-        acceptance: Acceptance,
-        limit: int,
+        self, sequence: TokenSequence, cache: KVCache, controller: Controller, request: Request, limit: int
     ) -> Proposal:
-        proposal = self._drafter.draft(sequence, cache, controller, shaping, acceptance, limit)
+        proposal = self._drafter.draft(sequence, cache, controller, request, limit)
         if not proposal.looked_up:
             drafts = sequence.written(sequence.length, sequence.length + proposal.num_tokens)
             self.rounds.append((sequence.length, drafts[0].tolist()))
@@ -124,7 +117,7 @@ def test_round_that_is_rolled_back_is_drafted_again_as_it_was() -> None:
         cache.length = sequence.length
         sequence.append([int(first)])
         for _ in range(3):
-            proposal = drafter.draft(sequence, cache, Controller(3), Shaping(), Greedy(), 3)
+            proposal = drafter.draft(sequence, cache, Controller(3), Request([0], Ending(9)), 3)
             drafts.append(sequence.span(sequence.length, sequence.length + 3).tolist())
             drafter.verify(sequence, cache, proposal)
             cache.roll_back(sequence.length - 1)

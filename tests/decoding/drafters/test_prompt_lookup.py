@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from decoding.acceptance import Greedy
 from decoding.decode import Request, speculative
 from decoding.draft_length import Controller, Decision, DraftDistribution
 from decoding.drafters.build import build_drafter
@@ -19,7 +18,7 @@ from decoding.drafts.copies import NgramCopies, copied
 from decoding.profile import Decoding
 from decoding.rounds import Generation, Round
 from decoding.target import Target
-from decoding.text import Ending, Shaping, TokenSequence
+from decoding.text import Ending, TokenSequence
 from tests.support.families import some_tokens, target_of
 from tests.support.generations import check_facts, write_plainly
 from tests.support.grid import RULES
@@ -91,7 +90,7 @@ def test_copy_that_reaches_the_end_goes_round_the_loop() -> None:
 def drafted_by(drafter: Drafter, text: TokenSequence, controller: Controller, limit: int) -> tuple[Proposal, list[int]]:
     cache = target_of("llama").new_cache(text.length + limit + 1)
     cache.length = text.length - 1
-    draft = drafter.draft(text, cache, controller, Shaping(), Greedy(), limit)
+    draft = drafter.draft(text, cache, controller, Request([0], Ending(9)), limit)
     return draft, text.span(text.length, text.length + draft.num_tokens)[0].tolist()
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers.generation import RepetitionPenaltyLogitsProcessor
 
-from decoding.acceptance import Acceptance, Greedy, Sampling
+from decoding.acceptance import Sampling
+from decoding.decode import Request
 from decoding.draft_length import Controller, Looking
 from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.early_exit import EarlyExitDrafter
@@ -20,12 +22,13 @@ from decoding.runners.buckets import CPU_BUCKETS
 from decoding.runners.contract import Written
 from decoding.runners.static import CHAINS, StaticRunner
 from decoding.target import Target
-from decoding.text import Shaping, TokenSequence
+from decoding.text import Ending, Shaping, TokenSequence
 from tests.support.families import NUM_LAYERS, build, some_tokens
 from tests.support.heads import untrained_head
 from tests.support.waits import waits
 
 ROOM = 16
+GREEDY = Request([0], Ending(ROOM))
 RUNNERS: dict[str, Callable[..., Any] | str] = {
     "eager": "eager",
     "static": functools.partial(StaticRunner, compiled=False, buckets=CPU_BUCKETS),
@@ -43,11 +46,7 @@ def target_by(runner: str) -> Target:
 
 
 def drafted(
-    target: Target,
-    drafter: Drafter,
-    controller: Controller,
-    shaping: Shaping | None = None,
-    acceptance: Acceptance | None = None,
+    target: Target, drafter: Drafter, controller: Controller, request: Request = GREEDY
 ) -> tuple[Proposal, list[int], int]:
     """One draft after a prompt, its tokens, and the number of waits for the device."""
     prompt = some_tokens(9)
@@ -56,9 +55,7 @@ def drafted(
     cache.length = text.length
     text.append([3])
     with waits() as asked:
-        draft = drafter.draft(
-            text, cache, controller, shaping or Shaping(), acceptance or Greedy(), controller.max_tokens
-        )
+        draft = drafter.draft(text, cache, controller, request, controller.max_tokens)
     return draft, text.span(text.length, text.length + draft.num_tokens)[0].tolist(), len(asked)
 
 
@@ -79,19 +76,23 @@ def test_a_draft_written_at_once_is_the_one_written_token_by_token(runner: str, 
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("shaping", "acceptance"), [
-    (Shaping((RepetitionPenaltyLogitsProcessor(1.3),)), Greedy()),
-    (Shaping(), Sampling(torch.Generator().manual_seed(0))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "request_",
+    [
+        replace(GREEDY, shaping=Shaping((RepetitionPenaltyLogitsProcessor(1.3),))),
+        replace(GREEDY, acceptance=Sampling(torch.Generator().manual_seed(0))),
+    ],
+    ids=["shaped", "sampled"],
+)
 def test_shaped_and_sampled_drafts_are_written_token_by_token(
-    shaping: Shaping, acceptance: Acceptance, monkeypatch: pytest.MonkeyPatch
+    request_: Request, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unexpected(*args: object, **settings: object) -> None:
         raise AssertionError("written at once")
 
     target = target_by("eager")
     monkeypatch.setattr(Target, "write_greedily", unexpected)
-    draft, tokens, _ = drafted(target, DRAFTERS["skip"](target), Controller(4), shaping, acceptance)
+    draft, tokens, _ = drafted(target, DRAFTERS["skip"](target), Controller(4), request_)
     assert draft.num_tokens == len(tokens) == 4
     with pytest.raises(AssertionError, match="written at once"):
         drafted(target, DRAFTERS["skip"](target), Controller(4))

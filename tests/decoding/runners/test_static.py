@@ -186,12 +186,13 @@ def test_outputs_are_the_callers_own() -> None:
     with torch.inference_mode():
         target.forward(ids[:, :8], cache, 0)
         tapped = TappedView(target, 2)
-        logits, states = tapped.forward(ids[:, 8:10], cache, 8)
-        kept = logits.clone(), states.clone()
-        tapped.forward(ids[:, 10:12], cache, 10)
-    assert torch.equal(logits, kept[0])
-    assert torch.equal(states, kept[1])
-    assert states.shape[-2] == 2
+        first = tapped.run(ids[:, 8:10], cache, 8)
+        assert first.states is not None
+        kept = first.logits.clone(), first.states.clone()
+        tapped.run(ids[:, 10:12], cache, 10)
+    assert torch.equal(first.logits, kept[0])
+    assert torch.equal(first.states, kept[1])
+    assert first.states.shape[-2] == 2
 
 
 def test_prepared_passes_are_dropped_with_their_view() -> None:

@@ -18,7 +18,6 @@ from decoding.drafts import LayerSkip
 from decoding.errors import UnsupportedModelError
 from decoding.kernels.choice import quantised_linear as quantised
 from decoding.runners.eager import EagerRunner
-from decoding.runners.features import SpeedFeatures
 from decoding.runners.static import StaticRunner
 from decoding.target import DraftView, Target, agree
 from decoding.target import linears as module_under_test
@@ -55,7 +54,7 @@ def logits_after(target: Target, **settings: object) -> Tensor:
     cache, last = target.new_cache(20), TOKENS.shape[1] - 1
     target.forward(TOKENS[:, :-1], cache, 0)
     view = DraftView(target, (), (), keep_boundary=True, **settings)  # type: ignore[arg-type]
-    return view.forward(TOKENS[:, -1:], cache, last)
+    return view.run(TOKENS[:, -1:], cache, last).logits
 
 
 @pytest.mark.parametrize("family", [family for family in SUPPORTED if family not in WITHOUT_LINEARS])
@@ -85,7 +84,7 @@ def test_rounds_are_those_of_the_passes() -> None:
     (logits,) = view.rounds(TOKENS[:, -1:], RoundsCache([(cache, range(start, start + 1))], 1))
     fresh = target.new_cache(20)
     target.forward(TOKENS[:, :-1], fresh, 0)
-    assert agree(logits[0], view.forward(TOKENS[:, -1:], fresh, start))
+    assert agree(logits[0], view.run(TOKENS[:, -1:], fresh, start).logits)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -96,9 +95,6 @@ def test_small_vocabulary_is_quantised_too(runner: str) -> None:
     chosen = torch.tensor(EVERY_THIRD.token_ids)
     assert agree(found[:, chosen], whole[:, chosen])
     assert (found == LEFT_OUT).sum() == VOCABULARY - len(chosen)
-    features = SpeedFeatures(draft_vocabulary=7)
-    target = Target(build("llama"), functools.partial(RUNNERS[runner], features=features))
-    assert (logits_after(target, bits=8) != LEFT_OUT).sum() == 7
 
 
 def test_routers_of_experts_and_layers_with_hooks_stay() -> None:

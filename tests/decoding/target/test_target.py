@@ -54,7 +54,7 @@ def full_logits(target: Target, ids: Tensor) -> Tensor:
 def draft_logits(target: Target, ids: Tensor, attention: list[int], mlp: list[int]) -> Tensor:
     """Logits after the last token."""
     view = DraftView(target, attention, mlp, keep_boundary=False)
-    return view.forward(ids, target.new_cache(ids.shape[1]), 0)
+    return view.run(ids, target.new_cache(ids.shape[1]), 0).logits
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -166,7 +166,7 @@ def test_skipped_attention_leaves_its_cache_alone(family: str) -> None:
     target = target_of(family)
     for attention, mlp in ([1, 3], []), ([2], [2]), ([], [0, 4]):
         cache = target.new_cache(LENGTH)
-        DraftView(target, attention, mlp, keep_boundary=False).forward(ids_of(), cache, 0)
+        DraftView(target, attention, mlp, keep_boundary=False).run(ids_of(), cache, 0)
         assert cache.updates_per_layer == [int(index not in attention) for index in EVERY_LAYER]
 
 
@@ -224,7 +224,7 @@ def test_pass_resumed_after_the_prefix_equals_the_whole_pass(family: str) -> Non
         # Token by token, as a draft does.
         drafted = range(half, half + known)
         states = joined([draft.run(ids[:, each : each + 1], cache, each).states for each in drafted])
-        assert_close(resume.forward(ids[:, half:LENGTH], cache, half, states), whole[half:LENGTH])
+        assert_close(resume.run(ids[:, half:LENGTH], cache, half, states).logits, whole[half:LENGTH])
         # And every layer's cache is filled as by the whole pass.
         assert_close(target.forward(ids[:, LENGTH:], cache, LENGTH), whole[LENGTH:])
 
@@ -237,7 +237,7 @@ def test_resumed_pass_runs_the_prefix_on_unknown_positions_only() -> None:
         target.forward(ids[:, :4], cache, 0)
         states = joined([draft.run(ids[:, 4 : 4 + known], cache, 4).states])
         before = cache.updates_per_layer
-        resume.forward(ids[:, 4:8], cache, 4, states)
+        resume.run(ids[:, 4:8], cache, 4, states)
         made = [after - earlier for after, earlier in zip(cache.updates_per_layer, before, strict=True)]
         assert made == [prefix_updates] * 2 + [1] * 3
 
@@ -333,8 +333,8 @@ def fail_in_a_pass(target: Target) -> None:
     too_small = target.new_cache(2)
     for use in (
         lambda: target.forward(ids_of(), too_small, 0),
-        lambda: DraftView(target, [1], [1], keep_boundary=True).forward(ids_of(), too_small, 0),
-        lambda: ResumeView(target, 1).forward(ids_of(4), too_small, 0, torch.zeros(1, 4, 32)),
+        lambda: DraftView(target, [1], [1], keep_boundary=True).run(ids_of(), too_small, 0),
+        lambda: ResumeView(target, 1).run(ids_of(4), too_small, 0, torch.zeros(1, 4, 32)),
     ):
         with pytest.raises(ValueError, match="the cache holds 2 positions"):
             use()

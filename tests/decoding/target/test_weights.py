@@ -18,7 +18,6 @@ from decoding.drafts import Draft, LayerSkip
 from decoding.errors import UnsupportedModelError
 from decoding.runners.buckets import GPU_BUCKETS
 from decoding.runners.eager import RunnerFactory
-from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.static import StaticRunner
 from decoding.runners.tape import Tapes
 from decoding.target import Target
@@ -29,7 +28,6 @@ from tests.support.recorded_decoding import requests
 from tests.support.recorders import unchecked
 
 (REQUEST,) = requests([(5, 8)])
-FUSED, FEWER = SpeedFeatures(fused_projections=True), SpeedFeatures(draft_vocabulary=32)
 DRAFT, RULE = LayerSkip(skip_attention=(0,), skip_mlp=(1,)), Fixed(max_tokens=3)
 QUANTISED = LayerSkip(bits=8)
 
@@ -47,22 +45,16 @@ def every_layer_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("decoding.kernels.linear.MULTIPLY", SimpleNamespace(exists=False))
 
 
-def graphs(features: SpeedFeatures = NO_FEATURES) -> RunnerFactory:
-    return functools.partial(
-        StaticRunner, compiled=False, buckets=GPU_BUCKETS, recorder=FakeGraphs(), features=features
-    )
+def graphs() -> RunnerFactory:
+    return functools.partial(StaticRunner, compiled=False, buckets=GPU_BUCKETS, recorder=FakeGraphs())
 
 
-def tapes(features: SpeedFeatures) -> RunnerFactory:
+def tapes() -> RunnerFactory:
     """Tapes of uncompiled blocks: the operators are the same ones, and nothing is compiled."""
-    return functools.partial(StaticRunner, compiled=False, recorder=Tapes(), features=features)
+    return functools.partial(StaticRunner, compiled=False, recorder=Tapes())
 
 
-RUNNERS: dict[str, Callable[[], RunnerFactory]] = {
-    "graphs": graphs,
-    "graphs, fused": lambda: graphs(FUSED),
-    "tapes": lambda: tapes(FEWER),
-}
+RUNNERS: dict[str, Callable[[], RunnerFactory]] = {"graphs": graphs, "tapes": tapes}
 """Factories, as a recorder serves one target."""
 
 
@@ -153,14 +145,14 @@ def decoders(target: Target) -> list[Decoder]:
     ("runner", "change"),
     [
         *(("graphs", change) for change in CHANGES),
-        *((runner, change) for runner in ("graphs, fused", "tapes") for change in (away_and_back, merged_in_place)),
+        *(("tapes", change) for change in (away_and_back, merged_in_place)),
     ],
     ids=lambda each: each if isinstance(each, str) else each.__name__,
 )
 def test_after_a_change_every_decoder_writes_what_the_model_writes(
     runner: str, change: Callable[[PreTrainedModel], None], request: pytest.FixtureRequest
 ) -> None:
-    if not runner.startswith("graphs"):  # nothing is packed on a GPU
+    if runner != "graphs":  # nothing is packed on a GPU
         request.getfixturevalue("every_layer_is_packed")
     model = tiny()
     made = decoders(Target(model, RUNNERS[runner]()))
@@ -222,19 +214,6 @@ def test_without_a_change_nothing_is_recorded_again() -> None:
     target.model.requires_grad_(False).eval()
     decoder.generate(REQUEST)
     assert num_recorded(target) == recorded > 0
-
-
-def test_a_fused_target_beside_another_leaves_both_right() -> None:
-    model = tiny()
-    first = plain_decoder(Target(model, graphs()))
-    expected = first.generate(REQUEST).tokens
-    second = plain_decoder(Target(model, graphs(FUSED)))
-    third = plain_decoder(Target(model, graphs(FUSED)))
-    for _ in range(2):
-        assert [each.generate(REQUEST).tokens for each in (second, first, third)] == [expected] * 3
-    away_and_back(model)
-    for _ in range(2):
-        assert [each.generate(REQUEST).tokens for each in (second, first, third)] == [expected] * 3
 
 
 def test_prepared_sequences_are_prepared_again_after_a_change() -> None:

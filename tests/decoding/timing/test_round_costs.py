@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
+from decoding.decode import Request
 from decoding.draft_length import BetaThompson, Controller, CostAwareRule, DraftLengthRule, Fixed, RoundCosts
 from decoding.drafters.build import build_drafter
 from decoding.drafters.contract import Drafter, Proposal
@@ -23,7 +23,7 @@ from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.runners.contract import Outputs, Part
 from decoding.target import Target
-from decoding.text import Shaping, TokenSequence
+from decoding.text import TokenSequence
 from decoding.timing.round_costs import LEAST_COST, MOST_SWEEPS, measure_round_costs, with_measured_costs
 from tests.support.heads import write_heads
 from tests.support.shared_passes import watch_shared_passes
@@ -64,13 +64,7 @@ class TimedDrafter(Drafter):
         return torch.zeros(1, 2)
 
     def draft(
-        self,
-        text: TokenSequence,
-        cache: KVCache,
-        controller: Controller,
-        shaping: Shaping,
-        acceptance: Acceptance,
-        limit: int,
+        self, text: TokenSequence, cache: KVCache, controller: Controller, request: Request, limit: int
     ) -> Proposal:
         assert controller.limit() == limit
         self.positions.add((cache.length, text.length))

@@ -47,13 +47,13 @@ def test_passes_of_a_batch_are_timed_as_a_batch_runs_them(
     takes_turns: bool, num_together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: list[int] = []
-    run = Lockstep.run_to_end
+    run = Lockstep.run
 
     def watched(self: Lockstep, tasks: Sequence[Callable[[], object]]) -> None:
         counted.append(len(tasks))
         run(self, tasks)
 
-    monkeypatch.setattr(Lockstep, "run_to_end", watched)
+    monkeypatch.setattr(Lockstep, "run", watched)
     if takes_turns:
         monkeypatch.setattr(Target, "unbatchable_reason", "for the sake of the test")
     fastest_runner(tiny_llama(), num_sequences=3)

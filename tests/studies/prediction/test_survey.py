@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from decoding.acceptance import Greedy
 from decoding.cache import rounds_cache
 from decoding.cache.rounds_cache import MemoryLimits
 from decoding.decode import Request
@@ -21,7 +20,7 @@ from decoding.drafts import EarlyExit, LayerSkip, PromptLookup
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import Target
-from decoding.text import Ending, Shaping, TokenSequence
+from decoding.text import Ending, TokenSequence
 from studies.prediction.cosine import cosine_skips
 from studies.prediction.survey import JoinedSurvey, Survey
 from tests.support.fake_8b import PeakBytes
@@ -56,7 +55,7 @@ def first_drafts(
     held, cache = TokenSequence(written, len(written) + 5, target.device), target.new_cache(len(written) + 5)
     target.forward(held.span(0, held.length), cache, 0)
     cache.length = held.length - 1
-    draft = LayerSkipDrafter(target, skip).draft(held, cache, Controller(4), Shaping(), Greedy(), 4)
+    draft = LayerSkipDrafter(target, skip).draft(held, cache, Controller(4), Request([0], Ending(9)), 4)
     return held.span(held.length, held.length + draft.num_tokens)[0].tolist()
 
 

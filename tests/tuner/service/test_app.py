@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from fastapi.testclient import TestClient
 
-from decoding.serving.connections import Connection
-from tests.support.service import listening
 from tuner.cli.jobs import _line
 from tuner.service.admission import Allowed, limits_of
 from tuner.service.app import MAX_BODY_BYTES, ServiceSettings, create_service
@@ -192,17 +187,3 @@ def test_metrics_count_searches_and_workers(client: TestClient, jobs: Jobs) -> N
     text = client.get("/metrics").text
     assert 'sdtune_searches{state="queued"}' in text
     assert 'sdtune_searches{state="failed"} 0.0' in text
-
-
-def test_half_a_request_is_closed_without_a_word_in_the_log(
-    jobs: Jobs, settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(Connection, "look_seconds", 0.05)
-    monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)
-    with listening(create_service(jobs, settings)) as address:
-        port = int(address.rpartition(":")[2])
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as half:
-            half.sendall(b"POST /v1/searches HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{")
-            assert half.recv(100) == b""
-        assert httpx2.get(f"{address}/health", timeout=60).status_code == 200
-    assert not caplog.messages
