@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -26,7 +26,6 @@ from tuner.fields import (
     EXECUTOR,
     OUTPUTS,
     PROBLEM,
-    TRAINING,
     DataSettings,
     Device,
     Dtype,
@@ -53,86 +52,64 @@ FEWEST_SAMPLES = 2
 class DistillSettings(Document):
     """Settings of distillation: the `distillation:` mapping of a configuration, and flags of `sdtune distill`."""
 
+    HEADING: ClassVar[str] = "Training"
+
     head: Literal["exit", "feature"] = Field(
         "exit",
         description="Kind of the heads: exit, one for each exit, or feature, one that drafts on from the model's last hidden "
         "states.",
-        json_schema_extra=TRAINING,
     )
     unrolled_steps: int = Field(
         3,
         ge=1,
         le=8,
         description="Steps of a round that a feature head is trained on, each on the output of the one before.",
-        json_schema_extra=TRAINING,
     )
     exit_layers: Layers | None = Field(
         None,
         min_length=1,
         description="Exits to train heads for, as numbers of layers, e.g. 2,4,6-12; default: spread over the first half.",
-        json_schema_extra={**TRAINING, "metavar": "LIST"},
+        json_schema_extra={"metavar": "LIST"},
     )
     training_dataset: str | None = Field(
         None,
         description="Dataset of training prompts; default: rows of --dataset that are neither tuning nor held-out prompts.",
-        json_schema_extra=TRAINING,
     )
     training_column: str | None = Field(
         None,
         description="Column of the prompt in the training dataset; default: the search's template or preset, or guessed.",
-        json_schema_extra={**TRAINING, "metavar": "COLUMN"},
+        json_schema_extra={"metavar": "COLUMN"},
     )
-    prompts: int = Field(1024, ge=1, description="Most training prompts to use.", json_schema_extra=TRAINING)
-    samples: int = Field(
-        8,
-        ge=1,
-        description="Continuations sampled from each prompt; one if the temperature is 0.",
-        json_schema_extra=TRAINING,
-    )
-    temperature: float = Field(
-        1.0,
-        ge=0.0,
-        description="Sampling temperature of the continuations; 0 is greedy.",
-        json_schema_extra=TRAINING,
-    )
+    prompts: int = Field(1024, ge=1, description="Most training prompts to use.")
+    samples: int = Field(8, ge=1, description="Continuations sampled from each prompt; one if the temperature is 0.")
+    temperature: float = Field(1.0, ge=0.0, description="Sampling temperature of the continuations; 0 is greedy.")
     prompt_tokens: int = Field(
         256,
         ge=1,
         description="Most tokens of a training prompt; longer ones are cut from the left, as only continuations teach.",
-        json_schema_extra=TRAINING,
     )
-    response_tokens: int = Field(64, ge=1, description="Most tokens of a continuation.", json_schema_extra=TRAINING)
-    steps: int = Field(600, ge=1, description="Training steps.", json_schema_extra=TRAINING)
+    response_tokens: int = Field(64, ge=1, description="Most tokens of a continuation.")
+    steps: int = Field(600, ge=1, description="Training steps.")
     timeout: Duration | None = Field(
         None,
         description="Time for texts, training of all heads and their evaluation, e.g. 10m; fewer texts are written, and the "
         "learning-rate schedule is compressed, to fit.",
-        json_schema_extra={**TRAINING, "metavar": "DURATION"},
+        json_schema_extra={"metavar": "DURATION"},
     )
-    batch_size: int = Field(4, ge=1, description="Sequences per training step.", json_schema_extra=TRAINING)
-    writing_batch_size: int = Field(
-        32, ge=1, description="Continuations sampled at a time.", json_schema_extra=TRAINING
-    )
+    batch_size: int = Field(4, ge=1, description="Sequences per training step.")
+    writing_batch_size: int = Field(32, ge=1, description="Continuations sampled at a time.")
     learning_rate: float | None = Field(
-        None,
-        gt=0.0,
-        le=1.0,
-        description="Peak learning rate, after the warm-up; default: 1 / hidden size.",
-        json_schema_extra=TRAINING,
+        None, gt=0.0, le=1.0, description="Peak learning rate, after the warm-up; default: 1 / hidden size."
     )
     draft_vocabulary: int | None = Field(
         None,
         ge=1,
         description="Tokens that the heads draft from, the most frequent ones; default: a quarter of 32,768 or more, else all.",
-        json_schema_extra=TRAINING,
     )
     heads_at_once: int | None = Field(
-        None,
-        ge=1,
-        description="Heads trained at a time; default: as many as fit in the free memory.",
-        json_schema_extra=TRAINING,
+        None, ge=1, description="Heads trained at a time; default: as many as fit in the free memory."
     )
-    checkpoint_every: int = Field(100, ge=1, description="Steps between checkpoints.", json_schema_extra=TRAINING)
+    checkpoint_every: int = Field(100, ge=1, description="Steps between checkpoints.")
 
     @property
     def head_passes(self) -> int:
@@ -367,7 +344,6 @@ class SearchConfig(DataSettings, ModelSettings):
 
     @property
     def bitwise_width(self) -> int | None:
-        """Width of bit-exact mode, or None if another mode is asked for."""
         return self.exact_width if self.exact == "bitwise" else None
 
     def runner_on(self, device_type: str) -> str:
@@ -386,7 +362,6 @@ class SearchConfig(DataSettings, ModelSettings):
         return self._validated(name, self.studies.get(name, {}))
 
     def resolved_experiment(self) -> str:
-        """Return the given name of the experiment, or one made of the last parts of model and dataset."""
         return self.experiment or f"{Path(self.model).name}-{Path(self.dataset).stem}"
 
     @staticmethod

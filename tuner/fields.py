@@ -43,12 +43,11 @@ def local_profile(given: Any) -> Any:
 Extra = dict[str, JsonValue]
 PROBLEM: Extra = {"group": "Problem"}
 BUDGET: Extra = {"group": "Search budget"}
-TRAINING: Extra = {"group": "Training"}
 DECODING: Extra = {"group": "Decoding"}
 OUTPUTS: Extra = {"group": "Files and stores"}
 ENGINE: Extra = {"group": "Engine"}
 EXECUTOR: Extra = {"group": "Trials on several devices"}
-"""Headings of `--help` under which fields are listed."""
+"""Headings of `--help` under which fields are listed; a document whose fields are all under one names it as its `HEADING`."""
 
 
 def split_names(value: Any) -> Any:

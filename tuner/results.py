@@ -48,7 +48,6 @@ def device_name(device: torch.device) -> str:
 
 
 def git_revision(folder: Path) -> str | None:
-    """Return the commit checked out at `folder`; None outside a repository or without git."""
     try:
         done = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False, timeout=10
@@ -128,7 +127,6 @@ def write_text(out: Path, name: str, *shown: RenderableType, width: int = TEXT_W
 
 
 def write_result(out: Path, name: str, content: str | bytes) -> None:
-    """Write one result file atomically; raise `ConfigError` if that fails."""
     whole = content.encode() if isinstance(content, str) else content
     try:
         out.mkdir(exist_ok=True)

@@ -96,7 +96,6 @@ def distill(config_file: Path | None, dry_run: bool, overwrite: bool, **flags: A
 
 
 def _estimate(work: Distillation, exits: Sequence[int]) -> str:
-    """Return the estimated time of the heads that are missing."""
     from tuner.heads.plan import expected_time
 
     expected = expected_time(work, exits)

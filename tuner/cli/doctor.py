@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 
 class DoctorSettings(Document):
-    """Settings of `sdtune doctor`."""
-
     model: Model
     revision: Revision = None
     dtype: Dtype = "auto"
@@ -74,7 +72,6 @@ def _search_of(settings: DoctorSettings) -> SearchConfig:
 
 
 def capabilities_panel(found: Capabilities) -> RenderableType:
-    """Return the capabilities of a model that the probe found."""
     facts = facts_grid()
     facts.add_row(
         "model", f"{found.architecture}, {found.num_parameters / 1e6:.1f} M parameters, {found.dtype} on {found.device}"

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 
 class GenerateSettings(ProfileSettings):
-    """Settings of `sdtune generate`."""
-
     prompt: str = Field(min_length=1, description="Text to continue.", json_schema_extra=PROBLEM)
     max_new_tokens: int = Field(128, ge=1, le=2**20, description="Most tokens to generate.", json_schema_extra=PROBLEM)
     chat_template: ChatTemplate = True

@@ -87,16 +87,13 @@ class ProductGroup(click.Group):
     """Group that imports a subcommand on demand and turns errors of the user into one line and an exit status."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the subcommands in the order of `COMMANDS`."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a subcommand, or return None for an unknown name."""
         entry = COMMANDS.get(cmd_name)
         return None if entry is None else pkgutil.resolve_name(entry.reference)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the subcommands under their sections, without importing them."""
         width = max(map(len, COMMANDS))
         for section in dict.fromkeys(entry.section for entry in COMMANDS.values()):
             rows = [(name.ljust(width), entry.summary) for name, entry in COMMANDS.items() if entry.section == section]

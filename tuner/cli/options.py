@@ -144,9 +144,9 @@ def options_of(
     flag. Fields without a default are required, unless they `may_be_in_file`. Raises TypeError for a field whose type no option can
     hold.
     """
-    fields = document.model_fields
+    fields, heading = document.model_fields, getattr(document, "HEADING", "Options")
     options = [
-        _option(name, fields[name], flags.get(name), required=not may_be_in_file)
+        _option(name, fields[name], flags.get(name), heading, required=not may_be_in_file)
         for name in (fields if only is None else only)
         if not _is_nested(fields[name]) and name != position
     ]
@@ -292,7 +292,9 @@ def _position(name: str, field: FieldInfo, *, required: bool) -> list[Callable[[
     ]
 
 
-def _option(name: str, field: FieldInfo, flag: str | None, *, required: bool) -> Callable[[CallableT], CallableT]:
+def _option(
+    name: str, field: FieldInfo, flag: str | None, heading: str, *, required: bool
+) -> Callable[[CallableT], CallableT]:
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     settings = _value(_annotation(field), name)
     if extra.get("escapes"):
@@ -307,7 +309,7 @@ def _option(name: str, field: FieldInfo, flag: str | None, *, required: bool) ->
         shown,
         name,
         cls=GroupedOption,
-        heading=str(extra.get("group", "Options")),
+        heading=str(extra.get("group", heading)),
         required=required and field.is_required(),
         help=_help(field),
         **settings,
@@ -356,7 +358,6 @@ def _whole(bound: Any) -> Any:
 
 
 def _annotation(field: FieldInfo) -> Any:
-    """Return the type of a field's values, None aside, with its metadata."""
     annotation = _without_none(field.annotation)
     return Annotated[annotation, *field.metadata] if field.metadata else annotation
 

@@ -9,16 +9,13 @@ from pydantic import Field
 
 from tuner.cli.options import GroupedCommand, keys_of, options_of, settings_from
 from tuner.cli.terminal import use_threads
-from tuner.fields import Extra, ProfileSettings
+from tuner.fields import DECODING, Extra, ProfileSettings
 
 SERVER: Extra = {"group": "Server"}
 LIMITS: Extra = {"group": "Limits"}
-DECODING: Extra = {"group": "Decoding"}
 
 
 class ServeSettings(ProfileSettings):
-    """Settings of `sdtune serve`."""
-
     host: str = Field("127.0.0.1", description="Address to listen on.", json_schema_extra=SERVER)
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on.", json_schema_extra=SERVER)
     allowed_host: tuple[str, ...] = Field(

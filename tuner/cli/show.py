@@ -76,7 +76,6 @@ def _profile(path: Path) -> RenderableType:
 
 
 def profile_panel(profile: DraftProfile) -> RenderableType:
-    """Return a profile on one screen."""
     from tuner.review.verdict import shipping
 
     facts = facts_grid()

@@ -130,7 +130,6 @@ def model_folder_of(name: str, revision: str | None) -> Path:
 
 
 def _plan(settings: ExportSettings, source: Source, engine: Engine, draft: DraftDocument) -> Plan:
-    """Return the plan; raise `ExportError` for what the engine cannot express or would misread."""
     name = settings.model or source.profile.target.model
     if settings.schedule is not None and settings.draft_tokens is not None:
         raise ExportError("--schedule says how many tokens to draft: give it without --draft-tokens")

@@ -73,7 +73,6 @@ def stored_exits(path: Path) -> frozenset[int]:
 
 
 def _read(path: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """Return the contents of a checkpoint. Raises `DistillationError` if it is damaged."""
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         if not {"identity", "students", "losses", "seconds"} <= state.keys():

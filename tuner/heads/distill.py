@@ -214,7 +214,6 @@ def distil_and_track(
 
 
 def _log_losses(tracker: Tracker, num_before: int, losses: Sequence[Losses]) -> None:
-    """Log the losses of some steps, as one curve per exit."""
     tracker.log_history(
         {
             step: {f"exit_{exit_layer}/loss": loss for exit_layer, loss in of_step.items()}
@@ -224,7 +223,6 @@ def _log_losses(tracker: Tracker, num_before: int, losses: Sequence[Losses]) -> 
 
 
 def _log_distilled(tracker: Tracker, work: Distillation, distilled: Distilled) -> None:
-    """Log each exit's figures and each head's facts."""
     figures = {"writing_seconds": distilled.writing_seconds, "training_seconds": distilled.training_seconds}
     for exit_layer, facts in distilled.facts.items():
         assert facts.training is not None, "a distilled head records its training"

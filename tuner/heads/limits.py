@@ -62,8 +62,6 @@ class TimeLimit:
 
 @dataclass(frozen=True)
 class DistillationTime:
-    """Estimated seconds of a distillation."""
-
     writing: float
     training: float
     evaluation: float

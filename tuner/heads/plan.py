@@ -143,7 +143,6 @@ def prepare(config: SearchConfig, progress: Progress) -> Distillation:
 
 
 def expected_time(work: Distillation, exits: Sequence[int]) -> DistillationTime:
-    """Return the estimated time of distilling heads for `exits`, from a moment of plain decoding."""
     prompts = work.training_texts.prompts
     pulse = measure_pulse(work.target, prompts, max_new_tokens=work.settings.response_tokens, num_sequences=1)
     return distillation_time(

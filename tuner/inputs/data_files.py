@@ -246,7 +246,6 @@ def _read_folder(path: Path, config: str | None, split: str | None) -> tuple[Any
 
 
 def _saved(folder: Path) -> Any:
-    """Return a dataset that save_to_disk wrote, from its Arrow files alone."""
     import datasets
 
     files = [_inside(each, folder) for each in sorted(folder.glob("data-*-of-*.arrow")) or folder.glob("dataset.arrow")]

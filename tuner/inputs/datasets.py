@@ -103,7 +103,6 @@ def preset_names() -> list[str]:
 
 
 def load_preset(name: str) -> Preset:
-    """Return the preset `name`; raise `DatasetError` if it is missing or invalid."""
     if name not in preset_names():
         raise DatasetError(f"no such preset {name!r}; {suggest(name, preset_names())}")
     with resources.as_file(resources.files("configs.datasets") / f"{name}.yaml") as path:

@@ -193,8 +193,6 @@ def holds_conversations(feature: Any) -> bool:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Conversion of a row into the content of a prompt."""
-
     columns: frozenset[str]
     """Names of the columns that are read."""
     read: Callable[[Mapping[str, Any]], Content | LeftOut]

@@ -150,7 +150,6 @@ def _refuse_offloaded(name: str, model: PreTrainedModel) -> None:
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Return the end-of-text token ids of the model's generation settings."""
     eos = model.generation_config.eos_token_id
     if eos is None:
         return frozenset()

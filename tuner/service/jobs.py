@@ -150,7 +150,6 @@ class Jobs:
             self._client.resume_workflow(status.workflow_id, queue_name=queue)
 
     def note_progress(self, job: str, progress: JobProgress) -> None:
-        """Store what a running search says."""
         self._client.update_workflow_attributes(job, {PROGRESS: progress.model_dump(mode="json")}, merge=True)
 
     def note_verdict(self, job: str, verdict: str) -> None:

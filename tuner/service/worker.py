@@ -132,7 +132,6 @@ class SearchWorker:
             self._watch.workers.remove(self.name)
 
     def _tune(self, job: str, config: dict[str, Any]) -> dict[str, Any]:
-        """Run a search alone."""
         with self._searching:  # a cancelled one still ends its trial when the next one comes
             self._job = job
             self._jobs.note_progress(job, JobProgress())

@@ -61,7 +61,6 @@ class DataEngine(Engine):
         self.stops_below, self.reads_layer_lists = self._file.stops_below, self._file.reads_layer_lists
 
     def check(self, plan: Plan, config: Any) -> None:
-        """Refuse families with multi-token prediction layers, if the file says so."""
         if self._file.refuses_mtp and plan.shape is not None:
             refuse_mtp(config, self.title)
 

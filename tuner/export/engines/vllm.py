@@ -41,7 +41,6 @@ MTP_TYPES = (
 
 
 def refuse_mtp(config: Any, engine: str) -> None:
-    """Raise `ExportError` for a family with multi-token prediction layers."""
     if config.model_type.startswith(MTP_TYPES):
         raise ExportError(
             f"{engine} takes every draft model of type {config.model_type} for multi-token prediction layers, and would load "
@@ -58,7 +57,6 @@ class Vllm(Engine):
     has_schedule: bool = True
 
     def check(self, plan: Plan, config: Any) -> None:
-        """Refuse paths that name another method, and families whose drafts become MTP layers."""
         if plan.shape is None:
             return
         found = [word for word in OTHER_METHODS if word in str(plan.draft).lower()]
