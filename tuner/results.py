@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import platform
 import shlex
@@ -93,13 +92,11 @@ def stamped(document: Mapping[str, Any], device: torch.device) -> dict[str, Any]
     return {"provenance": Provenance.now(device).model_dump(mode="json"), **document}
 
 
-def check_results_folder(out: Path) -> Path:
-    """Return `out` if it exists, otherwise its parent; raise `ConfigError` unless it is writable."""
-    check_folder_writable(out, what="results", error=ConfigError)
-    existing = out if out.is_dir() else out.parent
-    if not existing.is_dir():
-        raise ConfigError(f"cannot write results into {out}: there is no folder {existing}")
-    return existing
+def check_results_folder(out: Path) -> None:
+    """Raise `ConfigError` unless results can be written into `out`, or into its parent to make it."""
+    existing = check_folder_writable(out, what="results", error=ConfigError)
+    if existing not in (out.absolute(), out.absolute().parent):
+        raise ConfigError(f"cannot write results into {out}: there is no folder {out.parent}")
 
 
 def public_name(source: str) -> str:
@@ -110,26 +107,18 @@ def public_name(source: str) -> str:
     return Path(source).name if Path(source).is_absolute() else source
 
 
-def write_json(out: Path, name: str, document: Mapping[str, Any]) -> None:
-    """Write a `stamped` document atomically as `name`.json; raise `ConfigError` if that fails."""
-    assert "provenance" in document, "results are stamped with their provenance"
-    write_result(out, f"{name}.json", json.dumps(document, indent=1))
-
-
-def write_text(out: Path, name: str, *shown: RenderableType, width: int = TEXT_WIDTH) -> None:
-    """Write renderables atomically as plain text, `name`.txt; raise `ConfigError` if that fails."""
+def plain_text(*shown: RenderableType, width: int = TEXT_WIDTH) -> str:
     text = io.StringIO()
     console = Console(width=width, color_system=None, file=text)
     for each in shown:
         console.print(each, highlight=False)
-    lines = [line.rstrip() for line in text.getvalue().splitlines()]
-    write_result(out, f"{name}.txt", "\n".join(lines) + "\n")
+    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
-def write_result(out: Path, name: str, content: str | bytes) -> None:
-    whole = content.encode() if isinstance(content, str) else content
+def write_result(out: Path, name: str, content: str) -> None:
+    """Write one result file atomically; raise `ConfigError` if that fails."""
     try:
         out.mkdir(exist_ok=True)
     except OSError as cause:
         raise ConfigError(f"cannot create the folder {out}: {cause.strerror}") from None
-    write_atomically(out / name, whole, what="the results", error=ConfigError)
+    write_atomically(out / name, content.encode(), what="the results", error=ConfigError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,7 @@ from tuner.measuring.comparison import FEWEST_SAMPLES, Compared
 from tuner.measuring.contender import PLAIN, Contender, Prompts
 from tuner.measuring.turns import Interleaved, PairedBench, Texts
 from tuner.progress import Progress
-from tuner.results import check_results_folder, write_json, write_text
+from tuner.results import check_results_folder, plain_text, write_result
 
 NAME = "bench"
 
@@ -57,8 +58,8 @@ def run_and_write(config: BenchConfig, *, progress: Progress) -> tuple[Renderabl
 
 
 def _written(config: BenchConfig, name: str, shown: RenderableType, document: dict[str, Any]) -> RenderableType:
-    write_text(config.out, name, shown, width=TABLE_WIDTH)
-    write_json(config.out, name, document)
+    write_result(config.out, f"{name}.txt", plain_text(shown, width=TABLE_WIDTH))
+    write_result(config.out, f"{name}.json", json.dumps(document, indent=1))
     return shown
 
 

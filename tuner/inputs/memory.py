@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -91,7 +92,7 @@ def free_bytes(device: str) -> int | None:
     if found.type == "cuda":
         devices = range(torch.cuda.device_count()) if device == SPREAD else [found]
         return sum(_free_of_gpu(each) for each in devices)
-    return _free_ram(Path("/proc/meminfo"), Path("/sys/fs/cgroup")) if found.type == "cpu" else None
+    return _free_ram(Path("/sys/fs/cgroup")) if found.type == "cpu" else None
 
 
 @contextmanager
@@ -131,14 +132,10 @@ def _free_of_gpu(device: torch.device | int) -> int:
     return torch.cuda.mem_get_info(device)[0] + held
 
 
-def _free_ram(meminfo: Path, cgroup: Path) -> int | None:
+def _free_ram(cgroup: Path) -> int:
     """Return the available RAM, within the limit of this process's container if it has one."""
-    free = []
-    if meminfo.exists():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        if "MemAvailable" in lines:
-            free.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    free = [psutil.virtual_memory().available]
     limit, used = cgroup / "memory.max", cgroup / "memory.current"
     if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
         free.append(max(0, int(most) - int(used.read_text())))
-    return min(free, default=None)
+    return min(free)

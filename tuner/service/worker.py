@@ -212,6 +212,8 @@ def run_job(
     """
     import optuna
 
+    from tuner.results import plain_text
+    from tuner.review.tables import results_table
     from tuner.search.run import search
     from tuner.search.task import open_budget, prepare
     from tuner.service.admission import placed
@@ -240,7 +242,7 @@ def run_job(
         files=list(found.profile.draft.files),
         claims_speedup=measured is not None,
         rows=_rows(found),
-        report=_report(found),
+        report=plain_text(results_table(found)),
         mlflow_run=found.profile.provenance.mlflow_run_id,
     )
 
@@ -255,15 +257,3 @@ def _rows(found: SearchResult) -> list[TableRow]:
         words = description(each, found.winner)
         rows.append(TableRow(label=each.label, description=words, speedup=interval.value, low=low, high=high))
     return rows
-
-
-def _report(found: SearchResult) -> str:
-    import io
-
-    from rich.console import Console
-
-    from tuner.review.tables import results_table
-
-    text = io.StringIO()
-    Console(width=110, color_system=None, file=text).print(results_table(found))
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"

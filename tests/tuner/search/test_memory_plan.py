@@ -137,15 +137,12 @@ def test_running_out_of_memory_is_one_line_with_a_remedy(failure: Exception) -> 
 
 
 def test_free_ram_is_within_the_limit_of_the_container(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 9000 kB\nMemAvailable: 5000 kB\n")
-    assert memory._free_ram(meminfo, tmp_path) == 5000 * 1024
+    assert memory._free_ram(tmp_path) > 2000
     (tmp_path / "memory.max").write_text("3000\n")
     (tmp_path / "memory.current").write_text("1000\n")
-    assert memory._free_ram(meminfo, tmp_path) == 2000
+    assert memory._free_ram(tmp_path) == 2000
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory._free_ram(meminfo, tmp_path) == 5000 * 1024
-    assert memory._free_ram(tmp_path / "none", tmp_path) is None
+    assert memory._free_ram(tmp_path) > 2000
 
 
 def test_size_of_a_loaded_model_is_that_of_its_checkpoint() -> None:
