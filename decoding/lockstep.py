@@ -64,11 +64,8 @@ class SharedRows:
 
     def __init__(self, target: Target, num_rows: int, capacity: int) -> None:
         self._lockstep = Lockstep(target, num_rows, capacity)
+        self.running = self._lockstep.running
         self._events: list[tuple[int, Event]] = []
-
-    @property
-    def running(self) -> Set[int]:
-        return self._lockstep.running
 
     def start(self, row: int, loop: Loop) -> None:
         self._lockstep.start(row, partial(self._decode, row, loop))
@@ -99,10 +96,7 @@ class TurnRows:
     def __init__(self, target: Target, num_rows: int, capacity: int) -> None:
         self._target = target
         self._steps: dict[int, Iterator[Prefill | Round]] = {}
-
-    @property
-    def running(self) -> Set[int]:
-        return self._steps.keys()
+        self.running: Set[int] = self._steps.keys()
 
     def start(self, row: int, loop: Loop) -> None:
         """Begin a sequence; its prompt is read in its first turn."""
@@ -147,10 +141,8 @@ class Lockstep:
         self._passes: dict[int, _Pass] = {}
         self._reads: dict[int, Tensor] = {}
         self._running: dict[int, greenlet] = {}
-
-    @property
-    def running(self) -> Set[int]:
-        return self._running.keys()
+        self.running: Set[int] = self._running.keys()
+        """The rows whose task has not ended."""
 
     def new_cache(self, row: int, capacity: int) -> KVCache:
         """Return an empty cache for the sequence in `row`.
