@@ -6,35 +6,33 @@ process of theirs is killed (SIGKILL) and, as a supervisor would, started again:
 * `alone`: one process, trials in SQLite; a few trials, some by a study that derives each candidate from the one before
 * `two on SQLite`: processes on one file that join one search
 * `eight on PostgreSQL`: the same on a server that is started for it; its programs must be installed
-* `ray`: `search_on_ray` on nodes of a cluster on this host; a node is killed, and another takes its place
+* `ray`: `sdtune search --ray` on nodes of a cluster on this host; a node is killed, and another takes its place
 * `service`: jobs over HTTP; a worker, the service, the MLflow server or, with PostgreSQL, a connection is killed
 
-All but the first run --trials short trials. Each search must end with the winner of an undisturbed one, one profile, and one run in
-MLflow with one nested run a trial. No finished trial may be lost, doubled or changed, and none may be left open.
+All but the first run --trials short trials of as many candidates, which are known beforehand: whatever process measures them in
+whatever order, planted costs decide the winner. Each search must end with the winner of an undisturbed one, one result, and one run
+in MLflow with one nested run a trial. No finished trial may be lost, doubled or changed, and none may be left open.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
-from unittest import mock
 
 import optuna
 import sqlalchemy as sa
@@ -45,23 +43,19 @@ from benchmarks.postgres import postgres
 from benchmarks.results import show, write
 from benchmarks.small_search import (
     LIMIT_SECONDS,
-    CheckOutcome,
+    PRELOADED,
     Records,
     SearchPlace,
-    changed,
     difference,
-    finished_trials,
+    doubled,
+    lost,
+    num_results,
     planted_prices,
-    planted_search,
     winner_of,
 )
 from benchmarks.task import arguments
-from tuner.config import SearchConfig
 from tuner.engines.server import free_port
 from tuner.errors import SearchError
-from tuner.progress import Unwatched
-from tuner.search import several
-from tuner.search.outcome import write_stored
 from tuner.service.admission import OF_THE_SERVICE, Allowed
 from tuner.service.app import ServiceSettings, create_service
 from tuner.service.client import ServiceClient
@@ -73,17 +67,18 @@ T = TypeVar("T")
 HOST = "127.0.0.1"
 BEAT_SECONDS = 1.0
 """Of the service's workers: a dead one of this machine is found at the next beat."""
-POLL_SECONDS, ANSWER_SECONDS = 0.2, 900.0
+POLL_SECONDS, ANSWER_SECONDS = 0.2, 300.0
 """Between two looks at a search, and for a request that is sent until it is answered."""
-SHARE = 0.5
-"""Longest time between two kills, as a share of an undisturbed search: most searches meet several."""
+KILLS_EACH, SHARE = 3, 0.3
+"""Most kills of one search, which must still end; longest time between two, as a share of an undisturbed search."""
 
 
 class Way(ABC):
-    """A way to run one search at a time, whose parts may be killed."""
+    """A way to run one search at a time, by processes of which any may be killed."""
 
     def __init__(self, place: SearchPlace) -> None:
         self.place = place
+        self.processes: dict[str, BaseProcess] = {}
 
     @abstractmethod
     def begin(self, name: str) -> None:
@@ -101,129 +96,97 @@ class Way(ABC):
     def failure(self) -> str | None:
         """Return how a search failed that is over, or None."""
 
-    @abstractmethod
     def stop(self) -> None:
         """Kill what still runs."""
+        for process in self.processes.values():
+            end(process)
 
     def experiment(self, name: str) -> str:
         return name
 
-    def records(self, name: str) -> Records:
-        return self.place.records(name)
-
     def winner(self, name: str) -> Any:
         return self.place.winner(name)
 
+    def records(self, name: str) -> Records:
+        return self.place.records(self.experiment(name))
 
-class Processes(Way):
+
+def end(process: BaseProcess) -> None:
+    """Kill a process, and those that it started if it leads a group."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    process.kill()
+    process.join()
+
+
+class Commands(Way):
     """Processes that each run the same command on one storage."""
 
     def __init__(self, place: SearchPlace, count: int) -> None:
         super().__init__(place)
         self._count = count
-        self._processes: list[BaseProcess] = []
 
     def begin(self, name: str) -> None:
-        self._name, self._failures = name, list[str]()
-        self._processes = [self._started(number) for number in range(self._count)]
+        self._name = name
+        texts = [f"{name}-{number}" for number in range(self._count)]
+        self.processes = {said: self.place.start(name, said=said) for said in texts}
 
     def is_over(self) -> bool:
-        return not any(each.is_alive() for each in self._processes)
+        return not any(each.is_alive() for each in self.processes.values())
 
     def kill(self, chance: random.Random) -> str | None:
-        living = [number for number, each in enumerate(self._processes) if each.is_alive()]
+        living = [said for said, each in self.processes.items() if each.is_alive()]
         if not living:
             return None
-        number = chance.choice(living)
-        self._processes[number].kill()
-        self._processes[number].join()
-        self._processes[number] = self._started(number)
+        said = chance.choice(living)
+        end(self.processes[said])
+        self.processes[said] = self.place.start(self._name, said=said)
         return "process"
 
     def failure(self) -> str | None:
-        ended = [self.place.failure(self._said(number), each.exitcode) for number, each in enumerate(self._processes)]
+        ended = [self.place.failure(said, each.exitcode) for said, each in self.processes.items()]
         return next(filter(None, ended), None)
 
-    def stop(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
 
-    def _started(self, number: int) -> BaseProcess:
-        return self.place.start(self._name, said=self._said(number))
-
-    def _said(self, number: int) -> str:
-        return f"{self._name}-{number}"
-
-
-class OnRay(Way):
-    """The devices of a Ray cluster: nodes on this host."""
+class OnRay(Commands):
+    """A command that searches on the nodes of a Ray cluster, all on this host."""
 
     NUM_NODES = 2
 
     def __init__(self, place: SearchPlace) -> None:
         from ray.cluster_utils import Cluster
 
-        super().__init__(place)
         self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         self._nodes = [self._cluster.add_node(num_cpus=1) for _ in range(self.NUM_NODES)]
-        self._process: BaseProcess | None = None
-
-    def begin(self, name: str) -> None:
-        config = self.place.config(name, ray=self._cluster.address, device="cpu")
-        self._name = name
-        self._process = self.place.process(name, _search_on_ray, config)
-
-    def is_over(self) -> bool:
-        assert self._process is not None
-        return not self._process.is_alive()
+        super().__init__(replace(place, changes={"ray": self._cluster.address, "device": "cpu"}), 1)
 
     def kill(self, chance: random.Random) -> str | None:
         self._cluster.remove_node(self._nodes.pop(chance.randrange(len(self._nodes))), allow_graceful=False)
         self._nodes.append(self._cluster.add_node(num_cpus=1))
         return "node"
 
-    def failure(self) -> str | None:
-        assert self._process is not None
-        return self.place.failure(self._name, self._process.exitcode)
-
     def stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
+        super().stop()
         self._cluster.shutdown()
-
-
-def _search_on_ray(config: SearchConfig) -> None:
-    with mock.patch.object(several, "_joined", planted_joined):  # which has no prices to charge
-        several.search_on_ray(config, Unwatched())
-    write_stored(config)
-
-
-def planted_joined(settings: dict[str, Any], folder: str) -> None:
-    """Run the search in a process of Ray."""
-    os.chdir(folder)
-    planted_search(SearchConfig.model_validate(settings), Unwatched())
 
 
 class TuningService(Way):
     """Service, worker and MLflow server around one database."""
 
-    def __init__(self, place: SearchPlace, parts: tuple[str, ...]) -> None:
+    PARTS = ("tracking", "service", "worker")
+
+    def __init__(self, place: SearchPlace) -> None:
         super().__init__(place)
-        self._parts = parts
         self._service_port, self._tracking_port = free_port(), free_port()
-        self._processes: dict[str, BaseProcess] = {}
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__])
         self._num_jobs = 0
-        for part in ("tracking", "service", "worker"):
+        for part in self.PARTS:
             self._start(part)
         patiently(partial(_answers, f"http://{HOST}:{self._tracking_port}/health"))
 
     def begin(self, name: str) -> None:
         """Submit a job that no other is, twice, as a client does whose first request went unanswered."""
         self._num_jobs += 1
+        self._next_death = 0
         # The limit is longer than any prompt, so it changes the identity and nothing else.
         config = self.place.config(name, max_prompt_tokens=1000 + self._num_jobs)
         settings = config.model_dump(mode="json", exclude_unset=True, exclude=set(OF_THE_SERVICE))
@@ -232,20 +195,21 @@ class TuningService(Way):
             raise SearchError(f"one submission became two jobs: {self._job} and {again}")
 
     def is_over(self) -> bool:
-        if not self._processes["worker"].is_alive():  # it ends by itself when it was taken for dead
+        if not self.processes["worker"].is_alive():  # it ends by itself when it was taken for dead
             self._start("worker")
         return self._ask(lambda client: client.search(self._job).state).is_over
 
     def kill(self, chance: random.Random) -> str | None:
-        part = chance.choice(self._parts)
+        is_server = not self.place.storage_url.startswith("sqlite")
+        part = chance.choice([*self.PARTS, *(["connection"] if is_server else [])])
         if part == "connection":
             return part if self._end_connection(chance) else None
-        if part == "tracking":
-            os.killpg(self._tracking.pid, signal.SIGKILL)
-            self._tracking.wait()
-        else:
-            self._processes[part].kill()
-            self._processes[part].join()
+        if part == "worker":
+            # A search that a second worker dies with before it ends a trial is taken for deadly, and stopped.
+            if (known := len(self.records(self._job))) < self._next_death:
+                return None
+            self._next_death = known + 2
+        end(self.processes[part])
         self._start(part)
         return part
 
@@ -253,37 +217,22 @@ class TuningService(Way):
         job = self._ask(lambda client: client.search(self._job))
         return None if job.state == "finished" else f"{job.state}: {job.error}"
 
-    def stop(self) -> None:
-        for process in self._processes.values():
-            process.kill()
-            process.join()
-        os.killpg(self._tracking.pid, signal.SIGKILL)
-        self._tracking.wait()
-
     def experiment(self, name: str) -> str:
         return f"model-prompts-{self._job}"
 
-    def records(self, name: str) -> Records:
-        return finished_trials(self.place.storage_url, self.experiment(name), tuple(self.place.studies))
-
     def winner(self, name: str) -> Any:
-        path = self.place.profile(self._job)
+        path = self.place.profile(name)
         path.write_text(self._ask(lambda client: client.result(self._job).profile), encoding="utf-8")
         return winner_of(path)
 
     def _start(self, part: str) -> None:
-        folder = self.place.folder
-        if part == "tracking":
-            self._tracking = self._tracking_server()
-            return
-        if part == "service":
-            work = partial(_serve, self.place.storage_url, folder, self._service_port)
-        else:
-            tracking = f"http://{HOST}:{self._tracking_port}"
-            settings = WorkerSettings(self.place.storage_url, tracking, folder / "searches", "cpu", beat=BEAT_SECONDS)
-            work = partial(_work, settings)
-        self._processes[part] = self._context.Process(target=_quietly, args=(work, folder / f"{part}.txt"))
-        self._processes[part].start()
+        folder, tracking = self.place.folder, f"http://{HOST}:{self._tracking_port}"
+        work = {
+            "tracking": partial(_track, self.place.tracking_url, folder, self._tracking_port),
+            "service": partial(_serve, self.place.storage_url, folder, self._service_port),
+            "worker": partial(_work, self.place.storage_url, folder, tracking),
+        }
+        self.processes[part] = self.place.process(part, work[part])
 
     def _ask(self, request: Callable[[ServiceClient], T]) -> T:
         """Return the service's answer to a request, which is sent again while the service does not answer."""
@@ -303,16 +252,15 @@ class TuningService(Way):
                 connection.execute(sa.text("SELECT pg_terminate_backend(:pid)"), {"pid": chance.choice(pids)})
         return bool(pids)
 
-    def _tracking_server(self) -> subprocess.Popen[bytes]:
-        folder = self.place.folder
-        command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", self.place.tracking_url]
-        command += ["--port", str(self._tracking_port), "--workers", "1"]
-        command += ["--artifacts-destination", str(folder / "artefacts")]
-        quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-        with (folder / "tracking.txt").open("ab") as log:
-            return subprocess.Popen(
-                command, stdout=log, stderr=log, cwd=folder, env={**os.environ, **quiet}, start_new_session=True
-            )
+
+def _track(database: str, folder: Path, port: int) -> None:
+    """Become an MLflow server, which leads a group of processes."""
+    os.setsid()
+    os.chdir(folder)
+    options = ["--backend-store-uri", database, "--port", str(port), "--workers", "1"]
+    options += ["--artifacts-destination", str(folder / "artefacts")]
+    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    os.execve(sys.executable, [sys.executable, "-m", "mlflow", "server", *options], {**os.environ, **quiet})
 
 
 def _serve(database: str, folder: Path, port: int) -> None:
@@ -321,17 +269,10 @@ def _serve(database: str, folder: Path, port: int) -> None:
     uvicorn.run(app, port=port, log_level="error")
 
 
-def _work(settings: WorkerSettings) -> None:
+def _work(database: str, folder: Path, tracking: str) -> None:
     torch.set_num_threads(1)
+    settings = WorkerSettings(database, tracking, folder / "searches", "cpu", beat=BEAT_SECONDS)
     SearchWorker(settings, run=partial(run_job, prices=planted_prices())).run()
-
-
-def _quietly(work: Callable[[], None], said: Path) -> None:
-    """Do the work of a process, with its output in a file."""
-    with said.open("ab") as stream:
-        os.dup2(stream.fileno(), 1)
-        os.dup2(stream.fileno(), 2)
-    work()
 
 
 def _answers(address: str) -> None:
@@ -343,88 +284,60 @@ def _answers(address: str) -> None:
 
 def patiently(call: Callable[[], T]) -> T:
     """Return what `call` returns, called again for as long as the other side is away. Raises `SearchError` at the end."""
-    end = time.monotonic() + ANSWER_SECONDS
+    limit = time.monotonic() + ANSWER_SECONDS
     while True:
         try:
             return call()
         except ServiceError as refusal:
-            if time.monotonic() > end:
+            if time.monotonic() > limit:
                 raise SearchError(f"no answer within {ANSWER_SECONDS:.0f} s: {refusal}") from None
             time.sleep(POLL_SECONDS)
 
 
-@contextmanager
-def _alone(place: SearchPlace) -> Iterator[Way]:
-    yield Processes(replace(place, short_trials=None), 1)
+def _on_postgres(make: Callable[[SearchPlace], Way]) -> Callable[[SearchPlace, ExitStack], Way]:
+    return lambda place, stack: make(replace(place, storage=stack.enter_context(postgres())))
 
 
-@contextmanager
-def _two_on_sqlite(place: SearchPlace) -> Iterator[Way]:
-    yield Processes(place, 2)
-
-
-@contextmanager
-def _eight_on_postgresql(place: SearchPlace) -> Iterator[Way]:
-    with postgres() as url:
-        yield Processes(replace(place, storage=url), 8)
-
-
-@contextmanager
-def _ray(place: SearchPlace) -> Iterator[Way]:
-    yield OnRay(place)
-
-
-@contextmanager
-def _service(place: SearchPlace) -> Iterator[Way]:
-    storage = f"sqlite:///{place.folder / 'service.db'}"
-    yield TuningService(replace(place, storage=storage), ("worker", "service", "tracking"))
-
-
-@contextmanager
-def _service_on_postgresql(place: SearchPlace) -> Iterator[Way]:
-    with postgres() as url:
-        yield TuningService(replace(place, storage=url), ("worker", "service", "tracking", "connection"))
-
-
-WAYS = {
-    "alone": _alone,
-    "two on SQLite": _two_on_sqlite,
-    "eight on PostgreSQL": _eight_on_postgresql,
-    "ray": _ray,
-    "service": _service,
-    "service on PostgreSQL": _service_on_postgresql,
+WAYS: dict[str, Callable[[SearchPlace, ExitStack], Way]] = {
+    "alone": lambda place, stack: Commands(place, 1),
+    "two on SQLite": lambda place, stack: Commands(place, 2),
+    "eight on PostgreSQL": _on_postgres(lambda place: Commands(place, 8)),
+    "ray": lambda place, stack: OnRay(place),
+    "service": lambda place, stack: TuningService(replace(place, storage=f"sqlite:///{place.folder / 'service.db'}")),
+    "service on PostgreSQL": _on_postgres(TuningService),
 }
 
 
 def killed_searches(
-    way: Way, wanted: tuple[Records, Any], most_seconds: float, num_kills: int, kills_each: int, chance: random.Random
-) -> tuple[list[CheckOutcome], Counter[str]]:
-    """Run searches until there were `num_kills` kills, at most `kills_each` of one search; return what went wrong.
+    way: Way, wanted: tuple[Records, Any], most_seconds: float, num_kills: int, chance: random.Random
+) -> tuple[dict[str, Any], list[str]]:
+    """Run searches until there were `num_kills` kills, at most `KILLS_EACH` of one; return a row, and what went wrong.
 
-    Moments are drawn up to `most_seconds` after the kill before.
+    Moments are drawn up to `most_seconds` after the kill before. A search that hangs or fails is the last: others would too.
     """
-    kills, ends, killed = CheckOutcome("kills"), CheckOutcome("searches"), Counter[str]()
-    while kills.num_cases < num_kills:
-        name = f"killed-{ends.num_cases}"
+    counts, killed, failures = Counter[str](), Counter[str](), list[str]()
+    while killed.total() < num_kills and not failures:
+        name = f"killed-{counts['searches']}"
         known: Records = {}
-        most = min(num_kills, kills.num_cases + kills_each)
+        counts["searches"] += 1
+        most = min(num_kills, killed.total() + KILLS_EACH)
         way.begin(name)
-        while kills.num_cases < most and not _over_within(way, chance.uniform(0.0, most_seconds)):
+        while killed.total() < most and not _over_within(way, chance.uniform(0.0, most_seconds)):
             if (part := way.kill(chance)) is not None:
-                found = way.records(name)
-                kills.count(changed(known, found), of=f"{name}, {part}")
                 killed[part] += 1
-                known = found
-        problem = _hanging(way, name) or way.failure()
-        if problem is None:
-            records = way.records(name)
-            problem = changed(known, records) or difference(
-                records, way.winner(name), *wanted, way.place.storage_url, way.place.tracking_url, way.experiment(name)
-            )
-        ends.count(problem, of=name)
-        if problem is not None:
-            break  # a search that hangs or fails would do so again
-    return [kills, ends], killed
+                before, known = known, way.records(name)
+                counts["lost"] += len(lost(before, known))
+        if (problem := _hanging(way, name) or way.failure()) is None:
+            records, winner = way.records(name), way.winner(name)
+            counts += Counter({"trials stored": len(records), "lost": len(lost(known, records))})
+            counts += Counter({"doubled": len(doubled(records)), "same winner": int(winner == wanted[1])})
+            stores = way.place.storage_url, way.place.tracking_url, way.experiment(name)
+            counts["results"] += num_results(stores[0], stores[2])
+            problem = difference(known, records, winner, *wanted, *stores)
+        failures += [f"{name}: {problem}"] if problem else []
+    columns = ("searches", "trials stored", "lost", "doubled", "results", "same winner")
+    parts = ", ".join(f"{count} {part}" for part, count in sorted(killed.items()))
+    return {"kills": parts, **{each: counts[each] for each in columns}, "failures": len(failures)}, failures
 
 
 def _hanging(way: Way, name: str) -> str | None:
@@ -438,8 +351,8 @@ def _hanging(way: Way, name: str) -> str | None:
 
 
 def _over_within(way: Way, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not (is_over := way.is_over()) and time.monotonic() < end:
+    limit = time.monotonic() + seconds
+    while not (is_over := way.is_over()) and time.monotonic() < limit:
         time.sleep(POLL_SECONDS)
     return is_over
 
@@ -449,9 +362,9 @@ def main() -> int:
     parser.add_argument("ways", nargs="*", default=list(WAYS), metavar="WAY", help=f"default: all ({', '.join(WAYS)})")
     parser.add_argument("--trials", type=int, default=200, help="trials of each search except `alone`")
     parser.add_argument("--kills", type=int, default=10, help="of each way")
-    parser.add_argument("--kills-each", type=int, default=3, help="of one search at most: it must still end")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    PRELOADED.extend(["tuner.service.app", "tuner.service.worker"])
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     rows, failures = list[dict[str, Any]](), list[str]()
     undisturbed: dict[int | None, tuple[Records, Any, float]] = {}
@@ -462,21 +375,16 @@ def main() -> int:
             if trials not in undisturbed:
                 undisturbed[trials] = _undisturbed(place)
             records, winner, seconds = undisturbed[trials]
-            way = stack.enter_context(WAYS[name](place))
-            stack.callback(way.stop)
             start, chance = time.perf_counter(), random.Random(args.seed)
-            found, killed = killed_searches(
-                way, (records, winner), SHARE * seconds, args.kills, args.kills_each, chance
-            )
-            row: dict[str, Any] = {"way": name, "trials of a search": len(records), "undisturbed s": round(seconds, 1)}
-            row |= {each.name: each.num_cases for each in found} | {"killed": ", ".join(sorted(killed))}
-            failures += [f"{name}: {failure}" for each in found for failure in each.failures]
-            row |= {"failures": sum(len(each.failures) for each in found), "s": round(time.perf_counter() - start, 1)}
-            rows.append(row)
+            way = WAYS[name](place, stack)
+            stack.callback(way.stop)
+            row, wrong = killed_searches(way, (records, winner), SHARE * seconds, args.kills, chance)
+            failures += [f"{name}: {each}" for each in wrong]
+            row = {"way": name, "trials": len(records), "undisturbed s": round(seconds, 1), **row}
+            rows.append({**row, "s": round(time.perf_counter() - start, 1)})
         show("Killed searches", rows)
-        write(
-            args.json, {"winner": {str(key): each[1] for key, each in undisturbed.items()}, "failures": failures}, rows
-        )
+        winners = {str(key): each[1] for key, each in undisturbed.items()}
+        write(args.json, {"winner": winners, "failures": failures}, rows)
     print("\n".join(failures))
     return int(bool(failures))
 

@@ -1,6 +1,7 @@
 """A small search with planted costs, in a process of its own that may be killed, or meet a fault.
 
-Trials really decode, and are charged fixed prices in place of seconds, so that undisturbed searches all end with the same winner.
+Trials really decode, and are charged fixed prices in place of seconds. A search of short trials is told all skip sets beforehand,
+and what it tries else is drawn: its winner depends on prices alone, whichever process measures what.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import optuna
 import torch
@@ -24,14 +28,17 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.faults import Fault
 from benchmarks.planted_model import VOCABULARY_SIZE, planted, prompts
 from decoding.draft_length import Fixed
-from decoding.drafts import Draft
+from decoding.drafts import Draft, LayerSkip
 from decoding.errors import SdtuneError
 from decoding.profile import DraftProfile
 from decoding.rounds import Round
-from studies.contract import TrialRecord
+from studies.contract import Candidate, TrialRecord
 from tuner.config import SearchConfig
 from tuner.measuring.clock import PriceList
 from tuner.progress import Progress, Unwatched
+from tuner.search import several
+from tuner.search.decision import WINNERS
+from tuner.search.outcome import write_stored
 from tuner.search.run import search
 from tuner.search.storage import StudyStore
 from tuner.search.task import prepare
@@ -45,13 +52,15 @@ STUDIES: Mapping[str, dict[str, Any]] = {
     "conf_layers": {"max_trials": 5, "patience": 5, "draft_length": Fixed(max_tokens=3).model_dump()},
     "exit_layer": {"max_trials": 4},
 }
-SHORT_TRIALS = "tpe"
+SHORT_TRIALS = "random"
 """The study of a search of many short trials, which several processes run together: it waits for no trial's result."""
 STORES = ("trials", "tracking", "profile")
 """What a search writes: trials, MLflow's runs and the profile."""
 REFUSED = 2
-LIMIT_SECONDS = 900
+LIMIT_SECONDS = 300
 """After this a search counts as hanging, also on a busy machine."""
+PRELOADED = ["benchmarks.small_search", "benchmarks.late_imports"]
+"""What the server imports once from which processes are forked."""
 
 Records = Mapping[tuple[str, int], TrialRecord]
 """Finished trials by study and number."""
@@ -84,9 +93,11 @@ class SearchPlace:
     stores: Mapping[str, Path]
     """Folders of what a search writes, by their names in `STORES`."""
     short_trials: int | None = None
-    """Trials of a search that tries whole blocks and exits at short fixed lengths; None for the few of `STUDIES`."""
+    """Trials of a search that drafts one token; None for the few of `STUDIES`."""
     storage: str | None = None
     """Database of the trials; default: a SQLite file."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Other settings of all searches."""
 
     @classmethod
     def made(cls, folder: Path) -> SearchPlace:
@@ -116,14 +127,8 @@ class SearchPlace:
     def studies(self) -> Mapping[str, dict[str, Any]]:
         if self.short_trials is None:
             return STUDIES
-        space = {
-            "kinds": ["skip_set"],
-            "whole_blocks": True,
-            "rules": ["fixed"],
-            "max_tokens": 4,
-            "bits": [],
-            "trees": False,
-        }
+        space = {"kinds": ["skip_set"], "whole_blocks": True, "bits": [], "trees": False}
+        space |= {"rules": ["fixed"], "max_tokens": 1, "candidates": skip_sets()}
         return {SHORT_TRIALS: {**space, "max_trials": self.short_trials}}
 
     @property
@@ -136,7 +141,7 @@ class SearchPlace:
             {
                 "model": str(self.folder / "model"),
                 "dataset": str(self.folder / "prompts.jsonl"),
-                "max_new_tokens": 10,
+                "max_new_tokens": 10 if self.short_trials is None else 5,
                 "tuning_prompts": 6,
                 "held_out_prompts": 4,
                 "prompts_per_trial": 3 if self.short_trials is None else 2,
@@ -152,6 +157,7 @@ class SearchPlace:
                 "storage": self.storage_url,
                 "tracking_uri": self.tracking_url,
                 "out": self.profile(name),
+                **self.changes,
                 **changes,
             }
         )
@@ -177,7 +183,7 @@ class SearchPlace:
     def process(self, said: str, work: Callable[..., object], *arguments: Any) -> BaseProcess:
         """Start a process that does `work`; what it writes is `said`."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "benchmarks.late_imports"])
+        context.set_forkserver_preload(PRELOADED)
         process = context.Process(target=_run, args=(self.folder / f"{said}.txt", work, *arguments))
         process.start()
         return process
@@ -202,8 +208,8 @@ class SearchPlace:
         `known` are its trials that were finished before.
         """
         records, wanted = self.records(name), (self.records(undisturbed), self.winner(undisturbed))
-        found = records, self.winner(name)
-        return changed(known, records) or difference(*found, *wanted, self.storage_url, self.tracking_url, name)
+        stores = self.storage_url, self.tracking_url, name
+        return difference(known, records, self.winner(name), *wanted, *stores)
 
 
 class Disturbed(Unwatched):
@@ -260,14 +266,39 @@ def tracked_runs(uri: str, experiment: str) -> tuple[list[str], dict[tuple[str, 
 
 
 def difference(
-    records: Records, winner: Any, wanted: Records, wanted_winner: Any, storage: str, tracking: str, experiment: str
+    known: Records,
+    records: Records,
+    winner: Any,
+    wanted: Records,
+    wanted_winner: Any,
+    storage: str,
+    tracking: str,
+    experiment: str,
 ) -> str | None:
-    """Return how a finished search differs from an undisturbed one, whose records and winner are `wanted`, or None."""
+    """Return how a finished search differs from an undisturbed one, whose records and winner are `wanted`, or None.
+
+    `known` are trials that were finished before the last disturbance.
+    """
+    if keys := lost(known, records):
+        return f"finished trials are lost or changed: {keys}"
+    if keys := doubled(records):
+        return f"trials measured a candidate again: {keys}"
     runs = tracked_runs(tracking, experiment)
     problem = unlike(records, wanted) or unfinished(storage, experiment) or untrue(*runs, records)
+    if problem is None and (count := num_results(storage, experiment)) != 1:
+        return f"winners that were confirmed: {count}"
     if problem is None and winner != wanted_winner:
         return f"another winner: {winner}, undisturbed {wanted_winner}"
     return problem
+
+
+def num_results(storage: str, experiment: str) -> int:
+    """Return how many winners a search has confirmed."""
+    store = StudyStore(storage, experiment)
+    try:
+        return len(store.noted(WINNERS) or [])
+    finally:
+        store.close()
 
 
 def unfinished(storage: str, experiment: str) -> str | None:
@@ -285,14 +316,16 @@ def unfinished(storage: str, experiment: str) -> str | None:
     return f"trials that never ended: {', '.join(left)}" if left else None
 
 
-def changed(before: Records, after: Records) -> str | None:
-    """Return which finished trials of `before` are missing or different in `after`, or None."""
-    for key, record in before.items():
-        if key not in after:
-            return f"the finished trial {key} is lost"
-        if after[key] != record:
-            return f"the finished trial {key} has changed"
-    return None
+def lost(before: Records, after: Records) -> list[tuple[str, int]]:
+    """Return which finished trials of `before` are missing or different in `after`."""
+    return [key for key, record in before.items() if after.get(key) != record]
+
+
+def doubled(records: Records) -> list[tuple[str, int]]:
+    """Return which trials measured a candidate that an earlier one of their study had measured."""
+    first: dict[tuple[str, str], tuple[str, int]] = {}
+    measured = {key: each for key, each in records.items() if each.repeat_of is None}
+    return [key for key, each in measured.items() if first.setdefault((key[0], each.candidate.key), key) != key]
 
 
 def unlike(records: Records, undisturbed: Records) -> str | None:
@@ -330,10 +363,29 @@ def _run(said: Path, work: Callable[..., object], *arguments: Any) -> None:
 
 
 def planted_search(config: SearchConfig, progress: Progress) -> None:
-    """Run a search with planted costs."""
+    """Run a search with planted costs, here or on the nodes of a Ray cluster."""
+    if config.ray is not None:
+        with mock.patch.object(several, "_joined", _planted_on_ray):
+            several.search_on_ray(config, progress)
+        write_stored(config)
+        return
     torch.set_num_threads(1)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     search(replace(prepare(config, progress), prices=planted_prices()), progress)
+
+
+def _planted_on_ray(settings: dict[str, Any], folder: str) -> None:
+    os.chdir(folder)
+    planted_search(SearchConfig.model_validate(settings), Unwatched())
+
+
+def skip_sets() -> list[dict[str, Any]]:
+    """Return all candidates that skip some blocks, to draft one token, in an order that mixes good and bad ones."""
+    chosen = [blocks for size in range(1, NUM_LAYERS) for blocks in combinations(range(NUM_LAYERS), size)]
+    random.Random(SEED).shuffle(chosen)
+    rule = Fixed(max_tokens=1)
+    found = [Candidate(draft=LayerSkip.blocks(blocks), draft_length=rule) for blocks in chosen]
+    return [each.model_dump(mode="json") for each in found]
 
 
 def planted_prices() -> PriceList:
@@ -342,9 +394,13 @@ def planted_prices() -> PriceList:
 
 
 def _price(draft: Draft, record: Round) -> float:
-    """Return the cost of a round in plain passes: a draft step costs half its share of the sublayers, so that a draft wins."""
+    """Return the cost of a round in plain passes: a draft step costs half its share of the blocks, so that a draft wins.
+
+    Blocks cost a little more the later they are: no two skip sets cost the same, so that no winner is drawn by lot.
+    """
     if not draft.drafts:
         return 1.0
     skip = draft.skipped(NUM_LAYERS)
-    share = 1.0 - (len(skip.skip_attention) + len(skip.skip_mlp)) / (2 * NUM_LAYERS)
-    return 1.0 + record.num_drafted * (share / 2 + WIDENING)
+    costs = [1.0 + 2.0**block / 1000 for block in range(NUM_LAYERS)]
+    skipped = sum(costs[block] for block in (*skip.skip_attention, *skip.skip_mlp)) / 2
+    return 1.0 + record.num_drafted * ((1.0 - skipped / sum(costs)) / 2 + WIDENING)

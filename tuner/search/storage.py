@@ -25,7 +25,7 @@ from optuna.trial import TrialState as OptunaState
 
 from decoding.errors import first_line, one_line
 from studies.contract import TrialRecord
-from studies.samplers.contract import RECORD, StudySampler
+from studies.samplers.contract import BEGUN, RECORD, StudySampler
 from tuner.databases import TABLES, attempt, make_private, refuse_unusable_database, sqlite_path
 from tuner.errors import StorageError, StorageOutageError, without_password
 from tuner.review.document import described
@@ -355,9 +355,13 @@ def _opened(url: str, *, is_new: bool) -> optuna.storages.RDBStorage:
 
 
 def _retry(study: optuna.Study, stale: FrozenTrial) -> None:
-    """Enqueue the parameters of a dead process's trial once more, unless it had written its record or was a retry itself."""
-    if stale.params and not {RECORD, RETRY_OF} & set(stale.user_attrs):
-        study.enqueue_trial(stale.params, user_attrs={RETRY_OF: stale.number})
+    """Enqueue the candidate of a dead process's trial once more, unless it had written its record or was a retry itself.
+
+    Until the candidate is known the trial has a part of its parameters, or none: then only an enqueued one is tried again, whole.
+    """
+    candidate = stale.params if BEGUN in stale.user_attrs else stale.system_attrs.get("fixed_params")
+    if candidate and not {RECORD, RETRY_OF} & set(stale.user_attrs):
+        study.enqueue_trial(candidate, user_attrs={RETRY_OF: stale.number})
 
 
 def _file_lock(path: Path, most_seconds: float | None) -> AbstractContextManager[Any]:

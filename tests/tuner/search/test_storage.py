@@ -95,6 +95,25 @@ def test_a_running_trial_of_a_dead_process_is_no_record_and_is_tried_once_more(
     assert _states(tmp_path) == ["FAIL"] * 3 + ["WAITING"], "a retry is not retried"
 
 
+@pytest.mark.parametrize("num_starts", [0, 2])
+@pytest.mark.parametrize("num_suggested", [0, 1])
+def test_a_candidate_is_tried_once_more_as_a_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_starts: int, num_suggested: int
+) -> None:
+    """A part of a candidate's parameters would be mixed with those of whatever the sampler chooses next."""
+    monkeypatch.setattr("tuner.search.storage.BEAT_SECONDS", 1)
+    monkeypatch.setattr("tuner.search.storage.GRACE_SECONDS", 1)
+    starts = [{"index": number, "other": number} for number in range(num_starts)]
+    dead = _store(tmp_path).open(OneCandidate(starts=starts), IDENTITY)
+    trial = _ask(dead)
+    for _ in range(num_suggested):
+        trial.suggest_int("index", 0, 99)  # and dies before it knows the candidate
+    stored = _store(tmp_path).open(OneCandidate(starts=starts), IDENTITY)
+    stored.wait_for_others()
+    waiting = stored.study.get_trials(states=(OptunaState.WAITING,))
+    assert [each.system_attrs["fixed_params"] for each in waiting] == [*starts[1:], *starts[:1]]
+
+
 @pytest.mark.parametrize("made", [record(1.25), record(None), record(0.9, state=TrialState.PRUNED)])
 def test_a_trial_whose_process_died_after_its_record_ends_as_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: TrialRecord
