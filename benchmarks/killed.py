@@ -67,7 +67,7 @@ T = TypeVar("T")
 HOST = "127.0.0.1"
 BEAT_SECONDS = 1.0
 """Of the service's workers: a dead one of this machine is found at the next beat."""
-POLL_SECONDS, ANSWER_SECONDS = 0.2, 300.0
+POLL_SECONDS, ANSWER_SECONDS = 0.2, 900.0
 """Between two looks at a search, and for a request that is sent until it is answered."""
 KILLS_EACH, SHARE = 3, 0.3
 """Most kills of one search, which must still end; longest time between two, as a share of an undisturbed search."""
@@ -391,9 +391,8 @@ def main() -> int:
 
 def _undisturbed(place: SearchPlace) -> tuple[Records, Any, float]:
     """Return the records, the winner and the seconds of a search that nothing disturbs. Raises `SearchError` if it fails."""
-    first = replace(place, short_trials=1)  # makes the stores, and imports what is needed
-    problem, start = first.finish("first"), time.perf_counter()
-    if problem := problem or place.finish("undisturbed"):
+    start = time.perf_counter()
+    if problem := place.finish("undisturbed"):
         raise SearchError(f"the undisturbed search failed: {problem}")
     return place.records("undisturbed"), place.winner("undisturbed"), time.perf_counter() - start
 

@@ -57,7 +57,7 @@ SHORT_TRIALS = "random"
 STORES = ("trials", "tracking", "profile")
 """What a search writes: trials, MLflow's runs and the profile."""
 REFUSED = 2
-LIMIT_SECONDS = 300
+LIMIT_SECONDS = 900
 """After this a search counts as hanging, also on a busy machine."""
 PRELOADED = ["benchmarks.small_search", "benchmarks.late_imports"]
 """What the server imports once from which processes are forked."""
@@ -141,7 +141,7 @@ class SearchPlace:
             {
                 "model": str(self.folder / "model"),
                 "dataset": str(self.folder / "prompts.jsonl"),
-                "max_new_tokens": 10 if self.short_trials is None else 5,
+                "max_new_tokens": 10,
                 "tuning_prompts": 6,
                 "held_out_prompts": 4,
                 "prompts_per_trial": 3 if self.short_trials is None else 2,
