@@ -128,7 +128,7 @@ class SearchPlace:
         if self.short_trials is None:
             return STUDIES
         space = {"kinds": ["skip_set"], "whole_blocks": True, "bits": [], "trees": False}
-        space |= {"rules": ["fixed"], "max_tokens": 1, "candidates": skip_sets()}
+        space |= {"rules": ["fixed"], "max_tokens": 1, "candidates": skip_sets()[: self.short_trials]}
         return {SHORT_TRIALS: {**space, "max_trials": self.short_trials}}
 
     @property
@@ -380,11 +380,12 @@ def _planted_on_ray(settings: dict[str, Any], folder: str) -> None:
 
 
 def skip_sets() -> list[dict[str, Any]]:
-    """Return all candidates that skip some blocks, to draft one token, in an order that mixes good and bad ones."""
+    """Return all candidates that skip some blocks, to draft one token: the usual one, which comes anyhow, then good and bad mixed."""
     chosen = [blocks for size in range(1, NUM_LAYERS) for blocks in combinations(range(NUM_LAYERS), size)]
     random.Random(SEED).shuffle(chosen)
+    usual = tuple(range(1, NUM_LAYERS - 1, 2))
     rule = Fixed(max_tokens=1)
-    found = [Candidate(draft=LayerSkip.blocks(blocks), draft_length=rule) for blocks in chosen]
+    found = [Candidate(draft=LayerSkip.blocks(blocks), draft_length=rule) for blocks in dict.fromkeys([usual, *chosen])]
     return [each.model_dump(mode="json") for each in found]
 
 
