@@ -380,7 +380,7 @@ def _planted_on_ray(settings: dict[str, Any], folder: str) -> None:
 
 
 def skip_sets() -> list[dict[str, Any]]:
-    """Return all candidates that skip some blocks, to draft one token: the usual one, which comes anyhow, then good and bad mixed."""
+    """Return all candidates that skip some blocks, to draft one token: the usual one, which comes anyhow, then good and bad."""
     chosen = [blocks for size in range(1, NUM_LAYERS) for blocks in combinations(range(NUM_LAYERS), size)]
     random.Random(SEED).shuffle(chosen)
     usual = tuple(range(1, NUM_LAYERS - 1, 2))
