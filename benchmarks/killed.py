@@ -113,9 +113,10 @@ class Way(ABC):
 
 def end(process: BaseProcess) -> None:
     """Kill a process, and those that it started if it leads a group."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid or 0, signal.SIGKILL)
-    process.kill()
+    if process.is_alive() and process.pid is not None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
     process.join()
 
 
