@@ -19,7 +19,7 @@ from studies.contract import Candidate, Problem
 from studies.prediction.contract import Prediction
 from studies.prediction.replay import Replayed
 from studies.rule_space import DEFAULT_RULES
-from studies.samplers.exit_layer import ExitLayer, ExitLayerSettings, promising
+from studies.samplers.exit_layer import ExitLayer, ExitLayerSettings
 from tests.support.costs import made_up_costs
 from tests.support.records import record
 from tests.support.tiny import tiny_target
@@ -96,12 +96,6 @@ def test_it_begins_with_the_best_forecast_then_nothing_then_the_others(target: T
         "exit at 5, no head",
         "exit at 7, no head",
     }
-
-
-def test_neighbours_are_those_considered_however_far_apart() -> None:
-    sparse = [forecast(20, 1.5), forecast(30, 1.2), forecast(10, 1.1), forecast(40, 1.0)]
-    exits = [EarlyExit(exit_layer=layer) for layer in (10, 20, 30, 40)]
-    assert [each.draft.exit_layer for each in promising(sparse, exits, 1)] == [20, 30, 10]  # type: ignore[attr-defined]
 
 
 def test_any_exit_may_be_chosen_whatever_is_predicted(target: Target) -> None:

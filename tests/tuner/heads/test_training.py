@@ -19,7 +19,6 @@ from decoding.exit_heads import ExitFigures
 from decoding.target import ExitHead, Target
 from decoding.target.heads import new_exit_head
 from decoding.text import Ending
-from studies.space import default_exit_layers
 from tests.support.families import build, some_tokens
 from tests.support.tiny import tiny_llama, tiny_target
 from tuner.config import DistillSettings
@@ -283,15 +282,6 @@ class TestTraining:
         assert run.seconds == 12.0
         assert max(rates) > 0.9
         assert rates[-1] < 0.05
-
-    def test_default_exits(self) -> None:
-        assert default_exit_layers(1) == ()
-        assert default_exit_layers(2) == (1,)
-        assert default_exit_layers(7) == (1, 2, 3)
-        assert default_exit_layers(24) == tuple(range(1, 13))
-        assert len(default_exit_layers(80)) == 12
-        assert default_exit_layers(80)[0] == 1
-        assert default_exit_layers(80)[-1] == 40
 
 
 IDENTITY = {"model": ["a", "b"], "steps": 10, "learning_rate": 1e-2}

@@ -204,16 +204,6 @@ def test_contexts_give_way_to_the_widths_and_these_to_the_models_context(
     assert (terms.widths, terms.contexts) == (widths, resolved)
 
 
-@pytest.mark.parametrize(("max_tokens", "contexts"), [(0, (64,)), (4, ()), (4, (0, 64))])
-def test_nothing_to_measure_is_refused(max_tokens: int, contexts: tuple[int, ...]) -> None:
-    target = tiny_target()
-    with pytest.raises(ValueError, match="at least 1"):
-        resolve_terms(target, max_tokens=max_tokens, contexts=contexts)
-    target.config.max_position_embeddings = 2
-    with pytest.raises(ValueError, match="context of 2 tokens has no room"):
-        resolve_terms(target, max_tokens=4, contexts=(64,))
-
-
 class TimedTarget(Target):
     """The real model, whose whole passes take 2 s, and 0.5 s for each token after the first."""
 

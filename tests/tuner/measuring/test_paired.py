@@ -267,18 +267,6 @@ def test_costs_of_a_draft_are_measured_once_for_all_rules_that_weigh_them(timed:
     assert timed == [6, 9, 6], "nor measured, as little as what a rule brings along"
 
 
-def test_the_same_prompts_in_another_order_know_nothing_of_costs(timed: list[int]) -> None:
-    bench = _bench()
-    bench.measure(candidate((1, 3), BetaThompson(max_tokens=6)), range(2))
-    other = bench.reordered([4, 0, 1, 3, 2])
-    assert other.prompts == tuple(bench.prompts[index] for index in (4, 0, 1, 3, 2))
-    assert other.baseline.rows == (4, 0, 1, 3, 2)
-    measured = other.measure(candidate((1, 3), BetaThompson(max_tokens=6)), range(5))
-    assert measured.num_identical == 5, "each text beside its prompt"
-    assert timed == [6, 6]
-    assert bench.baseline.rows == (0, 1, 2, 3, 4)
-
-
 @pytest.mark.parametrize("batch_size", [1, 2])
 @pytest.mark.parametrize("rule", [BetaThompson(max_tokens=4), CalibratedThompson(max_tokens=4, persistent=True)])
 def test_cost_aware_rule_is_warmed_up(timed: list[int], rule: CostAwareRule, batch_size: int) -> None:

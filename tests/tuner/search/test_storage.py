@@ -224,13 +224,6 @@ def test_an_experiment_below_another_is_another(tmp_path: Path) -> None:
         assert store.spent_seconds() == seconds
 
 
-def test_notes_beside_the_trials_are_kept(tmp_path: Path) -> None:
-    store = _store(tmp_path)
-    assert store.noted("run") is None
-    store.open(OneCandidate(), IDENTITY).note("run", "abc")
-    assert _store(tmp_path).noted("run") == "abc"
-
-
 def test_a_study_is_found_to_read_whatever_it_was_a_search_over(tmp_path: Path) -> None:
     assert _store(tmp_path).find("one_candidate") is None
     stored = _store(tmp_path).open(OneCandidate(), IDENTITY)
@@ -271,22 +264,3 @@ def test_study_whose_making_was_cut_short_is_made_anew(
     assert [study.space.suggest(_ask(stored)) for _ in range(2)] == [candidate((0,)), candidate((1,))]
     trials = optuna.load_study(study_name="experiment/one_candidate", storage=stored.url).trials
     assert len(trials) == 2, "no start of the lost one is left"
-
-
-def test_records_have_one_owner_and_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = _store(tmp_path)
-    assert store.records() == []
-    stored = store.open(OneCandidate(), IDENTITY, elapsed=lambda: 0.0)
-    assert store.find("one_candidate") is stored
-    made = record(seconds=2.0)
-    _finish(stored, made)
-    assert store.records() == stored.records() == [made]
-    again = _store(tmp_path)
-    assert again.records() == [], "only studies that this search opened"
-    parsed: list[str] = []
-    parse = TrialRecord.model_validate_json
-    monkeypatch.setattr(TrialRecord, "model_validate_json", lambda text: parsed.append(text) or parse(text))
-    reopened = again.open(OneCandidate(), IDENTITY)
-    assert again.spent_seconds() == again.spent_seconds(["one_candidate"]) == 2.0
-    assert again.records() == reopened.records() == [made]
-    assert len(parsed) == 1

@@ -18,9 +18,7 @@ from tests.support.benches import ScriptedBench, first_block
 from tests.support.records import sample
 from tests.support.scripted import Scripted
 from tests.support.stored_trials import stored_trials
-from tuner.errors import ExportError
 from tuner.search.budget import Budget, TrialTime
-from tuner.search.engine import RuledBench
 from tuner.search.objective import NUM_WARM_UP, Trials
 from tuner.search.storage import StudyStore, sqlite_url
 from tuner.stage_clock import StageClock
@@ -162,15 +160,6 @@ def test_stopping_the_search_is_no_failed_trial(tmp_path: Path) -> None:
     assert [record.state for record in records] == [TrialState.COMPLETE] * 2
 
 
-def test_a_resumed_study_measures_only_what_is_left(tmp_path: Path) -> None:
-    first, _, _ = _run(tmp_path, [[3], [4]], ScriptedBench(_by_first_block))
-    bench = ScriptedBench(_by_first_block)
-    records, _, study = _run(tmp_path, [[3], [4], [5]], bench)
-    assert [block for block, _ in bench.blocks_measured] == [5]
-    assert records[:2] == first
-    assert study.observed == records
-
-
 def test_the_trial_budget_counts_stored_trials(tmp_path: Path) -> None:
     _run(tmp_path, [[3], [4], [5]], ScriptedBench(_by_first_block), most=2)
     bench = ScriptedBench(_by_first_block)
@@ -197,17 +186,6 @@ def test_it_ends_after_patience_trials_without_a_better_speedup(
 
     records, ended, _ = _run(tmp_path, sets, ScriptedBench(answer), patience=2)
     assert (len(records), ended) == (num_trials, "no better candidate in 2 trials")
-
-
-def test_what_an_engine_does_not_run_is_a_failed_trial_that_says_so(tmp_path: Path) -> None:
-    class Rules:
-        def check(self, wanted: Candidate) -> None:
-            if first_block(wanted) == 4:
-                raise ExportError("the engine runs no such copies")
-
-    bench = RuledBench(ScriptedBench(_by_first_block), Rules())  # type: ignore[arg-type]
-    records, _, _ = _run(tmp_path, [[3], [4]], bench)  # type: ignore[arg-type]
-    assert [record.reason for record in records] == [None, "ExportError: the engine runs no such copies"]
 
 
 def test_no_trial_begins_when_the_seconds_are_spent(tmp_path: Path) -> None:
