@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults import lock, read_only
+from benchmarks.faults import lock
 from decoding.drafts import Draft
 from decoding.profile import DraftProfile
 from decoding.rounds import Round
@@ -62,9 +62,7 @@ def winners() -> list[object]:
     return []
 
 
-@pytest.mark.parametrize(
-    "fault", [None, full_disk, read_only, locked_database], ids=lambda each: each and each.__name__
-)
+@pytest.mark.parametrize("fault", [None, full_disk, locked_database], ids=lambda each: each and each.__name__)
 def test_nothing_is_lost_and_the_same_command_resumes(
     run_search: SearchCommand,
     workplace: Path,

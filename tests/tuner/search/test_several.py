@@ -27,7 +27,7 @@ from tuner.measuring.paired import Bench
 from tuner.search.storage import StudyStore
 
 LIMIT_SECONDS = 300
-STUDY, NUM_TRIALS = "tpe", 16
+STUDY, NUM_TRIALS, NUM_OF_WORKERS = "tpe", 16, 6
 
 
 @pytest.fixture
@@ -89,16 +89,24 @@ def test_workers_measure_trials_together_and_all_show_the_result(
     log, begun = Path(f"{place.profile('search')}.worker-2.log"), iter(range(99))
     measure, processors = Bench.measure, os.sched_getaffinity(0)
 
-    def patient(*given: Any) -> Any:
+    def patient(*given: Any, **settings: Any) -> Any:
         end, is_second = time.monotonic() + LIMIT_SECONDS, next(begun) == 1
         while is_second and f"  {STUDY}/" not in log.read_text():
             assert time.monotonic() < end
             time.sleep(0.05)
-        return measure(*given)
+        return measure(*given, **settings)
 
     monkeypatch.setattr(Bench, "measure", patient)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    arguments = ["search", "--config", str(place.folder / "given.yaml"), "--workers", "2"]
+    arguments = [
+        "search",
+        "--config",
+        str(place.folder / "given.yaml"),
+        "--workers",
+        "2",
+        "--trials",
+        f"{NUM_OF_WORKERS}",
+    ]
     monkeypatch.setattr("sys.argv", ["sdtune", *arguments])
     try:
         ended = CliRunner().invoke(main, arguments)
@@ -108,7 +116,7 @@ def test_workers_measure_trials_together_and_all_show_the_result(
     assert ended.exit_code == 0, ended.output
     assert f"{place.profile('search')}" in log.read_text(), "the worker shows the result too"
     DraftProfile.load(place.profile("search"))
-    assert len(_records(place)) == NUM_TRIALS
+    assert len(_records(place)) == NUM_OF_WORKERS
     assert set(_states(place)) <= {"COMPLETE", "PRUNED", "FAIL"}
 
 
