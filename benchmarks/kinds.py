@@ -83,7 +83,6 @@ def main() -> None:
     measured = [Row(**{**vars(row), "measured": each}) for row, each in zip(measured, results, strict=True)]
     lines = [{**_line(row), **taken[row.name]} for row in measured]
     adds = additions(measured)
-    predicted_only = [_line(row) for row in rows if row.name not in taken]
     show("Kinds alone and combined: speed-up over plain decoding on held-out prompts, 95 % intervals", lines)
     if len(measured[0].measured.by_category()) > 1:
         show("Speed-up on each task", [_by_task(row) for row in measured])
@@ -91,14 +90,11 @@ def main() -> None:
         "What each kind adds: the best setting with it over the best without it, measured; below 1 it does not pay",
         adds,
     )
-    if predicted_only:
-        show("Predicted only", predicted_only)
     facts = {
         **facts_of(task),
         "kinds": lines,
         "by_task": [_by_task(row) for row in measured],
         "additions": adds,
-        "predicted_only": predicted_only,
         "candidates": {row.name: row.candidate.model_dump(mode="json") for row in measured},
         "samples": {row.name: row.measured.model_dump(mode="json")["samples"] for row in measured},
     }
@@ -264,17 +260,12 @@ def _tensor_bytes() -> dict[int, int]:
 
 def _line(row: Row) -> dict[str, Any]:
     measured = row.measured
-    facts = {
+    return {
         "kind": row.name,
         "setting": f"{row.candidate.draft.describe()}; {row.candidate.draft_length.describe()}",
         "predicted": row.predicted,
         "draft step": row.draft_step,
         "choosing s": row.choosing_seconds,
-    }
-    if not measured.samples:
-        return facts
-    return {
-        **facts,
         "measured": f"{over(measured)}",
         "acceptance length": measured.mean_acceptance_length,
         "identical": measured.num_identical,
