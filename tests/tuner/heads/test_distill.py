@@ -1,9 +1,12 @@
-"""`sdtune distill` on a tiny model: heads that load, refusals, and resuming."""
+"""`sdtune distill` on a tiny model: heads that load, refusals, and resuming after a kill."""
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ import tuner.heads.plan
 from decoding.exit_heads import load_exit_head, load_feature_head, read_facts
 from decoding.target import Target
 from tests.support.commands import command_line
+from tests.support.paths import ROOT
 from tests.support.refusals import refused
 from tuner.cli.main import main
 from tuner.fields import PromptSettings
@@ -216,6 +220,11 @@ class TestRefusals:
     def test_too_little_text(self, run_distill: DistillCommand) -> None:
         refused(run_distill(temperature="0", response_tokens="2"), "12 prompts gave 24 tokens", "500 are needed")
 
+    def test_a_damaged_head(self, run_distill: DistillCommand, workplace: Path) -> None:
+        (workplace / "heads").mkdir()
+        (workplace / "heads" / "exit_head_2.safetensors").write_bytes(b"no head")
+        refused(run_distill(), "exit_head_2.safetensors is damaged")
+
     def test_a_full_disk_leaves_no_half_head(
         self, run_distill: DistillCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -241,6 +250,37 @@ def _at_the_end(step: int) -> None:
 
 
 class TestStopping:
+    def test_a_killed_run_resumes_to_the_same_weights(
+        self, arguments: dict[str, str | None], run_distill: DistillCommand, workplace: Path
+    ) -> None:
+        assert run_distill(out="whole", steps="40").exit_code == 0
+        command = [sys.executable, "-m", "tuner.cli.main", *command_line("distill", {**arguments, "steps": "40"})]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        process = subprocess.Popen(
+            command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "step 8:" in line:
+                break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stderr.close()
+        assert "checkpoint.pt" in _files(workplace / "heads")
+        assert "exit_head_2.safetensors" not in _files(workplace / "heads")
+        result = run_distill(steps="40")
+        assert result.exit_code == 0, result.output
+        assert "resuming a stopped distillation after step" in result.stderr
+        model = Target(AutoModelForCausalLM.from_pretrained(str(arguments["model"])))
+        for exit_layer in (2, 3):
+            name = f"exit_head_{exit_layer}.safetensors"
+            resumed, whole = (load_exit_head(Path(folder) / name, model, exit_layer) for folder in ("heads", "whole"))
+            for weight, other in zip(resumed.block.parameters(), whole.block.parameters(), strict=True):
+                assert weight.equal(other)
+        stopped = [run for run in _runs(workplace) if run.info.status != "FINISHED"]
+        assert not stopped
+        assert len(_runs(workplace)) == 2
+
     def test_heads_trained_in_groups_are_those_trained_together(
         self, run_distill: DistillCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
