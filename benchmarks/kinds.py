@@ -31,9 +31,9 @@ from studies.measurement import Measurement
 from studies.prediction.pools import NGRAMS, SUFFIXES, best_with_tree, lookups_before
 from studies.prediction.predictor import COPYING, Predictor
 from studies.prediction.proposals import Proposals
-from studies.prediction.skip_space import SkipSpace
 from studies.prediction.survey import Survey
 from studies.ratios import Ratio, geometric_mean
+from studies.space import SkipSpace
 from tuner.measuring.baseline import Baseline
 from tuner.measuring.cost_table import cost_table
 from tuner.search.task import Task, open_bench, prepare

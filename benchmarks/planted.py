@@ -44,11 +44,11 @@ from studies.costs.table import CostTable
 from studies.costs.terms import DraftStep, Pass
 from studies.prediction.predictor import Predictor
 from studies.prediction.proposals import propose_skip_sets
-from studies.prediction.skip_space import SkipSpace
 from studies.prediction.survey import Survey
 from studies.samplers import load_sampler
+from studies.space import SkipSpace
 from tuner.measuring.baseline import Baseline, decode_baseline
-from tuner.measuring.clock import PriceList
+from tuner.measuring.contender import PriceList
 from tuner.measuring.cost_table import Timer, measure_cost_table
 from tuner.measuring.paired import Bench
 from tuner.search.objective import Trials

@@ -25,9 +25,9 @@ from benchmarks.task import Printed, facts_of, feature_draft, head_drafts, read_
 from decoding.draft_length import RULES
 from studies.contract import Candidate
 from studies.measurement import Measurement
-from studies.prediction.contract import Prediction
+from studies.prediction.guided import Residual
 from studies.prediction.predictor import Predictor
-from studies.prediction.residual import Residual
+from studies.prediction.predictors import Prediction
 from studies.prediction.survey import Survey
 from tuner.measuring.cost_table import measure_cost_table
 from tuner.search.task import open_bench, prepare

@@ -15,8 +15,7 @@ from decoding.draft_length import RULES
 from decoding.drafts import BitWidth, Draft, EarlyExit, FeatureHeadDraft
 from decoding.target import Target
 from studies.contract import Candidate
-from studies.prediction.skip_space import SkipSpace
-from studies.space import CHAIN, NOTHING_BEFORE, OWN_WEIGHTS, SKIP_SET, Space
+from studies.space import CHAIN, NOTHING_BEFORE, OWN_WEIGHTS, SKIP_SET, SkipSpace, Space
 
 MOST_SKIPPED = 0.65
 """Largest share of the sublayers that a skip set skips."""

@@ -34,7 +34,7 @@ from decoding.profile import DraftProfile
 from decoding.rounds import Round
 from studies.contract import Candidate, TrialRecord
 from tuner.config import SearchConfig
-from tuner.measuring.clock import PriceList
+from tuner.measuring.contender import PriceList
 from tuner.progress import Progress, Unwatched
 from tuner.search import several
 from tuner.search.decision import WINNERS

@@ -255,6 +255,11 @@ class Measurement(Document):
         return sum(s.texts.ties for s in self.samples)
 
     @property
+    def num_different(self) -> int:
+        """Number of sequences that differ from plain decoding's, ties apart."""
+        return self.num_prompts - self.num_identical - self.num_ties
+
+    @property
     def is_lossless(self) -> bool:
         """True if every sequence equals plain decoding or differs from it at a numerical tie."""
         return all(s.identical or s.tie for s in self.samples)
@@ -302,9 +307,9 @@ class EndToEnd:
 def geometric_means(categories: Mapping[str, Measurement]) -> tuple[Interval, Interval | None] | None:
     """Return the geometric means of the categories' speed-ups: decode phase, and end to end if prefills are known.
 
-    None if a category has fewer than two samples, or there is no category.
+    None if a category has fewer than two samples, or there are no two categories.
     """
-    if not categories or any(len(each.samples) < 2 for each in categories.values()):
+    if len(categories) < 2 or any(len(each.samples) < 2 for each in categories.values()):
         return None
     decode = [Ratio.of_speeds(each.plain_decode, each.draft_decode) for each in categories.values()]
     whole = [each.end_to_end for each in categories.values()]

@@ -22,7 +22,7 @@ from decoding.runners import RUNNERS
 from decoding.target import Target
 from decoding.text import Ending
 from studies.contract import Candidate, Problem
-from studies.prediction.contract import predictor_of
+from studies.prediction.predictors import predictor_of
 from studies.rule_space import suggest_rule
 from studies.samplers import SAMPLERS, load_sampler
 from tests.support.tiny import tiny_llama

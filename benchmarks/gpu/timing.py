@@ -18,7 +18,7 @@ from tuner.measuring.baseline import Baseline
 from tuner.measuring.comparison import Compared, Phase
 from tuner.measuring.contender import PLAIN, Contender
 from tuner.measuring.generation import StockGeneration
-from tuner.measuring.own_decoding import OwnDecoding
+from tuner.measuring.paired import OwnDecoding
 from tuner.measuring.turns import Interleaved, PairedBench, Texts
 
 Prompts = Sequence[tuple[int, ...]]

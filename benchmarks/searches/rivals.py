@@ -18,7 +18,7 @@ from decoding.draft_length import AdaptiveExit, DraftLengthRule, TopProbability
 from decoding.drafts import Draft, LayerSkip
 from studies.contract import Candidate
 from studies.measurement import Measurement
-from studies.prediction.skip_space import SkipSpace
+from studies.space import SkipSpace
 from studies.prediction.survey import Survey
 from studies.samplers.by_optuna import tpe
 from tuner.measuring.paired import Bench

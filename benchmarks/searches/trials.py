@@ -21,7 +21,7 @@ from studies.samplers import load_sampler
 from studies.samplers.contract import RECORD
 from tuner.measuring.paired import Bench, FarTooSlowError
 from tuner.progress import Unwatched
-from tuner.search.problem import build_problem
+from tuner.search.study_trials import build_problem
 from tuner.search.task import Task
 
 

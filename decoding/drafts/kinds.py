@@ -43,7 +43,7 @@ class DraftKind:
     mode. Raises ValueError for layers that the target does not have, and `ExitHeadError` for a head that `heads` does not hold.
     """
     predictor: str
-    """`module:name` of a class that implements `studies.prediction.contract.DraftPredictor`."""
+    """`module:name` of a class that implements `studies.prediction.predictors.DraftPredictor`."""
 
     def load_drafter(self) -> Any:
         return resolve_name(self.drafter)

@@ -47,21 +47,13 @@ class Excerpt:
         return cls((*prompt, *between), window)
 
 
-def block_scores(
-    name: ConfidenceName, target: Target, window: Sequence[int], *, before: Sequence[int] = (), form: Form = "published"
-) -> np.ndarray:
-    """Return the standardised confidences [num_layers - 2] of blocks 1 to L - 2, as `select_from_scores` takes them.
-
-    `window` holds the token ids that the confidence `name` is read from, `before` those that precede them. One pass over `before`
-    and one over `window`; no further pass for other values of lambda.
-    """
-    return joint_scores(name, target, [Excerpt(tuple(before), tuple(window))], form)
-
-
 def joint_scores(
     name: ConfidenceName, target: Target, excerpts: Sequence[Excerpt], form: Form = "published"
 ) -> np.ndarray:
-    """Return the standardised confidences [num_layers - 2] as in `block_scores`, the mean over several excerpts (ours)."""
+    """Return the standardised confidences [num_layers - 2] of blocks 1 to L - 2, as `select_from_scores` takes them.
+
+    Two passes read each excerpt, none further for other values of lambda; of several excerpts the mean counts (ours).
+    """
     parts = np.mean([_read(name, target, excerpt) for excerpt in excerpts], axis=0)
     confidences = parts.astype(DTYPES[form]).sum(axis=1)
     return standardise(confidences[1 : target.num_layers - 1], form)

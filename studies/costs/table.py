@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -19,7 +19,6 @@ from decoding.drafts import BitWidth, Draft, LayerSkip
 from decoding.timing.round_costs import LEAST_COST
 from studies.costs.terms import BlockKinds, DraftStep, Pass, Terms, Vector, Verification
 
-SublayerKind = Literal["attention", "mlp"]
 Seconds = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 ByContext = tuple[Seconds, ...]
 
@@ -138,18 +137,9 @@ class CostTable(Document):
             verify=tuple(_cost(seconds, plain) for seconds in verify),
         )
 
-    def sublayer_seconds(self, index: int, kind: SublayerKind, *, context: float) -> float:
-        """Return the seconds that skipping this sublayer saves in a draft step, while the block's other one runs.
-
-        Raises ValueError for a block without such a module.
-        """
-        one = LayerSkip(skip_attention=(index,)) if kind == "attention" else LayerSkip(skip_mlp=(index,))
-        return self.draft_seconds(LayerSkip(), context=context) - self.draft_seconds(one, context=context)
-
-    def block_seconds(self, index: int, *, context: float) -> float:
-        """Return the seconds that skipping this block saves in a draft step: its sublayers and their frame."""
-        skipped = self.draft_seconds(LayerSkip.blocks((index,)), context=context)
-        return self.draft_seconds(LayerSkip(), context=context) - skipped
+    def saved_seconds(self, skip: LayerSkip, *, context: float) -> float:
+        """Return the seconds that a skip saves in a draft step, while the rest of the model runs."""
+        return self.draft_seconds(LayerSkip(), context=context) - self.draft_seconds(skip, context=context)
 
     def covers(self, widths: Iterable[int], contexts: Iterable[int], bits: Iterable[int] = ()) -> bool:
         """Return whether all `widths` and `contexts` are within the measured range, and all `bits` were measured."""
@@ -160,17 +150,16 @@ class CostTable(Document):
 
     def describe(self) -> str:
         """Return one line for the console."""
-        context = self.contexts[len(self.contexts) // 2]
-        shown = {"a pass takes": self.plain_seconds(context=context), "a block": self._mean_block_seconds(context)}
-        parts: tuple[tuple[str, SublayerKind, tuple[int | None, ...]], ...] = (
-            ("attention", "attention", self.kinds.attention),
-            ("MLP", "mlp", self.kinds.mlp),
-        )
-        for name, kind, kinds in parts:
-            present = [index for index, number in enumerate(kinds) if number is not None]
-            if present:
-                each = [self.sublayer_seconds(index, kind, context=context) for index in present]
-                shown[name] = float(np.mean(each))
+        context, layers = self.contexts[len(self.contexts) // 2], range(self.kinds.num_layers)
+        skips = {
+            "a block": [LayerSkip.blocks((index,)) for index in layers],
+            "attention": [LayerSkip(skip_attention=(i,)) for i in layers if self.kinds.attention[i] is not None],
+            "MLP": [LayerSkip(skip_mlp=(index,)) for index in layers if self.kinds.mlp[index] is not None],
+        }
+        shown = {"a pass takes": self.plain_seconds(context=context)}
+        for name, each in skips.items():
+            if each:
+                shown[name] = float(np.mean([self.saved_seconds(skip, context=context) for skip in each]))
         whole = {f"an int{bits} draft step": LayerSkip(bits=bits) for bits in self.bits}
         shown |= {name: self.draft_seconds(draft, context=context) for name, draft in whole.items()}
         times = ", ".join(f"{name} {1000 * seconds:.3g} ms" for name, seconds in shown.items())
@@ -186,10 +175,6 @@ class CostTable(Document):
         draft.check(self.kinds.num_layers)
         self.kinds.check(skip)
         return skip
-
-    def _mean_block_seconds(self, context: float) -> float:
-        layers = range(self.kinds.num_layers)
-        return float(np.mean([self.block_seconds(index, context=context) for index in layers]))
 
     @cached_property
     def _terms(self) -> Terms:

@@ -1,26 +1,29 @@
 """A guided search: many predictions, few trials, over the drafts of a pool and the draft-length rules.
 
 Our formulation. Before each trial, every promising rule is replayed on every draft of the pool. The error seen in earlier trials
-is removed from the predictions (`studies.prediction.residual`), and the candidate with the highest upper bound is measured. Among
-measured candidates, the best is the one with the highest corrected prediction on all surveyed sequences: the few prompts of a
-trial flatter the candidate that does best on them. Nothing here measures. The pool may grow during the search.
+is removed from the predictions by a Gaussian process on the logarithm of measured over predicted speed-up, and the candidate with
+the highest upper bound is measured. Among measured candidates, the best is the one with the highest corrected prediction on all
+surveyed sequences: the few prompts of a trial flatter the candidate that does best on them. Nothing here measures. The pool may
+grow during the search.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from sklearn.gaussian_process import GaussianProcessRegressor
+from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
 
 from decoding.draft_length import RULES, DraftLengthRule
 from decoding.drafts import Draft
 from studies.contract import Candidate, TrialRecord, TrialState
 from studies.measurement import Measurement
-from studies.prediction.contract import Prediction
 from studies.prediction.predictor import Predictor, usual_rules
-from studies.prediction.residual import Residual
+from studies.prediction.predictors import Prediction
 from studies.rule_space import draw_rule, near_rule
 
 USUAL = 4
@@ -39,6 +42,73 @@ FEWEST_SAMPLES = 3
 """Fewest prompts of a pruned trial that corrects the predictions."""
 LEAST_GAIN = 0.01
 """Relative gain in the expected best speed-up that counts as an improvement: less is trial noise."""
+# Standard deviations of the logarithm: the bias shared by all predictions, the bias shared by similar drafts, and trial noise.
+SHARED, OF_ALIKE, NOISE = 0.15, 0.08, 0.03
+SCALES = (0.2, 0.3, 0.3)
+
+
+class Residual:
+    """The correction of predictions, from the trials seen so far.
+
+    Its inputs describe how a draft spends its time, because a cost table errs alike for similar drafts: the predicted speed-up, the
+    tokens per round, and the draft passes per round.
+    """
+
+    def __init__(self) -> None:
+        kernel = ConstantKernel(SHARED**2, "fixed")
+        kernel += ConstantKernel(OF_ALIKE**2, "fixed") * RBF(SCALES, "fixed") + WhiteKernel(NOISE**2, "fixed")
+        self._process = GaussianProcessRegressor(kernel, optimizer=None)
+        self._inputs: list[tuple[float, ...]] = []
+        self._pairs: list[tuple[float, float]] = []
+
+    @property
+    def pairs(self) -> tuple[tuple[float, float], ...]:
+        """Predicted and measured speed-up of each trial, in order."""
+        return tuple(self._pairs)
+
+    def learn(self, prediction: Prediction, measured: float, predicted: float | None = None) -> None:
+        """Add a trial with its measured speed-up.
+
+        `predicted` is the predicted speed-up on the prompts of the trial, if the prediction covers more.
+        """
+        self._inputs.append(_features(prediction))
+        self._pairs.append((prediction.speedup if predicted is None else predicted, measured))
+        errors = [math.log(measured / predicted) for predicted, measured in self._pairs]
+        self._process.fit(np.array(self._inputs), np.array(errors))
+
+    def believing(self, pending: Sequence[Prediction]) -> Residual:
+        """Return a correction that takes the corrected predictions of running trials for their results.
+
+        Near them the spread is then as small as if they had ended, so that another candidate is chosen ("kriging believer",
+        Ginsbourger, Le Riche and Carraro, 2010).
+        """
+        if not pending:
+            return self
+        believed, _ = self.corrected(pending)
+        other = Residual()
+        other._inputs = [*self._inputs, *map(_features, pending[:-1])]
+        other._pairs = [
+            *self._pairs,
+            *zip((each.speedup for each in pending[:-1]), believed[:-1].tolist(), strict=True),
+        ]
+        other.learn(pending[-1], float(believed[-1]))
+        return other
+
+    def corrected(self, predictions: Sequence[Prediction]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the corrected speed-ups [predictions] and the standard deviation [predictions] of their logarithm.
+
+        The standard deviation excludes trial noise.
+        """
+        mean, spread = self._process.predict(np.array([_features(each) for each in predictions]), return_std=True)
+        raw = np.array([prediction.speedup for prediction in predictions])
+        # scikit-learn's spread includes the noise, because the noise is part of the kernel.
+        return raw * np.exp(mean), np.sqrt(np.maximum(spread**2 - NOISE**2, 0.0))
+
+
+def _features(prediction: Prediction) -> tuple[float, ...]:
+    replayed = prediction.replayed
+    per_round = replayed.tokens / replayed.rounds, replayed.draft_passes / replayed.rounds
+    return (math.log(prediction.speedup), math.log(per_round[0]), math.log1p(per_round[1]))
 
 
 @dataclass(frozen=True)

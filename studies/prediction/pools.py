@@ -21,8 +21,8 @@ from decoding.drafts import (
     SuffixDraft,
     SuffixLookup,
 )
-from studies.prediction.contract import Prediction
 from studies.prediction.predictor import Predictor
+from studies.prediction.predictors import Prediction
 
 DISTANCE = 3
 """Smallest number of sublayers in which two skip sets of a pool differ."""

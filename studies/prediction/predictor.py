@@ -9,24 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property, partial
-from typing import Protocol
 
 from decoding.draft_length import DraftLengthRule, Fixed, RoundCosts, TopProbability
 from decoding.drafters.prompt_lookup import look_up
 from decoding.drafts import Draft, DraftDocument, LayerSkip
 from decoding.lockstep import shared_batch_size
 from decoding.profile import Decoding
-from studies.prediction.contract import Prediction, predictor_of
-from studies.prediction.lockstep_cost import LockstepBatches, batches_of
+from studies.costs.table import CostTable
+from studies.prediction.predictors import Prediction, predictor_of
 from studies.prediction.replay import (
     Copies,
+    LockstepBatches,
     LookupReplay,
     Recording,
     Replayed,
     TreeReplay,
+    batches_of,
     replay,
     replay_copies,
-    replay_plain,
 )
 from studies.prediction.survey import Guess, JoinedSurvey, Survey
 
@@ -34,13 +34,6 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 COPYING = 1e-3
 """Assumed cost of copying a token, its index included, in plain passes: too small to be measured."""
-
-
-class Costs(Protocol):
-    """Predicts the costs of any draft's rounds, as `studies.costs.table.CostTable` does."""
-
-    def round_costs(self, draft: Draft, max_tokens: int, *, context: float, prefix_reuse: bool) -> RoundCosts:
-        """Return the costs of drafts of up to `max_tokens` tokens after `context` tokens, in plain passes."""
 
 
 class Predictor:
@@ -53,7 +46,7 @@ class Predictor:
     def __init__(
         self,
         survey: Survey | JoinedSurvey,
-        costs: Costs,
+        costs: CostTable,
         *,
         max_tokens: int,
         decoding: Decoding = Decoding(),
@@ -159,11 +152,6 @@ class Predictor:
         max_drafted = self.survey.target.max_drafted
         replayed = replay_copies(rule, copies, self.whole, self._lockstep, max_drafted=max_drafted)
         return Prediction(draft, rule, replayed, right, right)
-
-    def replay_plain(self, draft: Draft, rule: DraftLengthRule) -> Prediction:
-        """Return the prediction of plain decoding: every token costs one plain pass."""
-        num_parts = sum(len(numbers) for numbers in self.parts.values())
-        return Prediction(draft, rule, replay_plain(self.survey.num_positions, num_parts), 0.0, 0.0)
 
     def predict_all(self, draft: Draft, rules: Iterable[DraftLengthRule]) -> list[Prediction]:
         """Return the predictions of one draft with many rules, best first."""

@@ -1,43 +1,117 @@
-"""The predictors of the draft kinds that come with sdtune; `decoding.drafts.KINDS` names them."""
+"""The contract of a draft predictor, and the predictors of the draft kinds that come with sdtune: speed-ups without decoding."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
 from decoding.draft_length import DraftLengthRule
 from decoding.drafters.prompt_lookup import look_up
-from decoding.drafts import EarlyExit, FeatureHeadDraft, LayerSkip, PlainDecoding, PromptLookup, SuffixDraft
-from studies.prediction.contract import DraftPredictor, DraftT, Prediction
+from decoding.drafts import (
+    KINDS,
+    Draft,
+    DraftDocument,
+    EarlyExit,
+    FeatureHeadDraft,
+    LayerSkip,
+    PlainDecoding,
+    PromptLookup,
+    SuffixDraft,
+)
+from studies.prediction.replay import Replayed
 
 if TYPE_CHECKING:
     from studies.prediction.predictor import Predictor
     from studies.prediction.survey import Survey
 
+DraftT = TypeVar("DraftT", bound=DraftDocument)
 
-class RecordedPredictor(DraftPredictor[DraftT]):
-    """Replays a rule on recordings of the draft's distributions."""
 
-    is_recorded: ClassVar[bool] = True
+@dataclass(frozen=True)
+class Prediction:
+    """A draft with a rule, and the replay of both."""
+
+    draft: Draft
+    rule: DraftLengthRule
+    replayed: Replayed
+    agreement: float
+    """Share of positions at which a one-token draft would have been accepted."""
+    acceptance: float
+    """Mean over positions of sum over v of min(p, q): the acceptance probability of sampling, greedy or not."""
+
+    @property
+    def speedup(self) -> float:
+        """Predicted speed-up over plain decoding."""
+        return self.replayed.speedup
+
+
+class DraftPredictor(Generic[DraftT]):
+    """Predicts the drafts of one kind; `decoding.drafts.KINDS` names the class. It has no state and no settings.
+
+    One that `is_recorded` gives `logits` or `steps`; another one overrides `predict`.
+    """
+
+    is_recorded: ClassVar[bool] = False
+    """True if predictions replay a recording, made by `Survey.record_all` from `steps`."""
 
     def predict(self, draft: DraftT, rule: DraftLengthRule, known: Predictor) -> Prediction:
-        """Replay `rule` on the recordings of `draft`."""
+        """Return the prediction of `draft` with `rule`, from the survey and the costs of `known`."""
         return known.replay_recordings(draft, rule)
 
+    def exits(self, draft: DraftT) -> Collection[int]:
+        """Return the exit layers whose hidden states `logits` reads."""
+        return ()
 
-class SkipPredictor(RecordedPredictor[LayerSkip]):
+    def reads_prompt(self, draft: DraftT) -> bool:
+        """Return True if `logits` reads these states of the prompt, too."""
+        return False
+
+    def logits(self, draft: DraftT, survey: Survey) -> Iterable[Tensor]:
+        """Return the draft's logits [positions, vocabulary] on each surveyed sequence; called for a recorded kind only."""
+        raise NotImplementedError(f"{type(self).__name__} predicts without recordings")
+
+    def steps(self, draft: DraftT, survey: Survey) -> Iterable[Iterable[Tensor]]:
+        """Return such logits for each step of a round, from the first on, on each surveyed sequence.
+
+        One step is enough where all steps of a round see the same, as states of the target.
+        """
+        return ([logits] for logits in self.logits(draft, survey))
+
+
+def predictor_of(draft: Draft) -> DraftPredictor[Any]:
+    """Return the registered predictor of a draft's kind."""
+    found: type[DraftPredictor[Any]] = KINDS[draft.kind].load_predictor()
+    return found()
+
+
+def exits_of(drafts: Iterable[Draft]) -> dict[int, bool]:
+    """Return the exit layers whose hidden states the predictions of `drafts` read; True if they read the prompt's, too."""
+    exits: dict[int, bool] = {}
+    for draft in drafts:
+        predictor = predictor_of(draft)
+        for exit_layer in predictor.exits(draft):
+            exits[exit_layer] = exits.get(exit_layer, False) or predictor.reads_prompt(draft)
+    return exits
+
+
+class SkipPredictor(DraftPredictor[LayerSkip]):
     """Predicts skip sets."""
+
+    is_recorded = True
 
     def logits(self, draft: LayerSkip, survey: Survey) -> Iterable[Tensor]:
         """Run the draft over all rounds of the survey."""
         return survey.skip_logits(draft)
 
 
-class ExitPredictor(RecordedPredictor[EarlyExit]):
+class ExitPredictor(DraftPredictor[EarlyExit]):
     """Predicts early exits, with a head or without."""
+
+    is_recorded = True
 
     def exits(self, draft: EarlyExit) -> Collection[int]:
         """Return the exit of the draft, unless it is the skip set of a quantised model."""
@@ -62,8 +136,10 @@ def _is_quantised_skip(draft: EarlyExit) -> bool:
     return draft.parts.bits is not None and draft.trained_head is None
 
 
-class FeatureHeadPredictor(RecordedPredictor[FeatureHeadDraft]):
+class FeatureHeadPredictor(DraftPredictor[FeatureHeadDraft]):
     """Predicts feature heads."""
+
+    is_recorded = True
 
     def steps(self, draft: FeatureHeadDraft, survey: Survey) -> Iterable[Iterable[Tensor]]:
         """Unroll the head from the target's last hidden states: each step of a round has distributions of its own."""
@@ -83,4 +159,6 @@ class PlainPredictor(DraftPredictor[PlainDecoding]):
 
     def predict(self, draft: PlainDecoding, rule: DraftLengthRule, known: Predictor) -> Prediction:
         """Count one plain pass for each token."""
-        return known.replay_plain(draft, rule)
+        num_tokens, num_parts = known.survey.num_positions, sum(map(len, known.parts.values()))
+        replayed = Replayed(num_tokens, num_tokens, 0, float(num_tokens), (1.0,) * num_parts)
+        return Prediction(draft, rule, replayed, 0.0, 0.0)

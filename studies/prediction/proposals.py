@@ -1,10 +1,10 @@
 """Proposals of skip sets: moves over sublayers, rated by prediction alone (our formulation).
 
-A search rates first what is known after a few passes: exits, the sets of ConfLayers (`studies.prediction.confident`), and the sets
-that stay closest to the target's hidden states (`studies.prediction.cosine`, CLaSp's idea). Then it rates each single skip, the
-knapsacks over single skips (KnapSpec, arXiv 2602.20217, has the idea of sublayers as items with measured costs). It then grows a
-set item by item, rates sets of the least harmful skips of which no two are neighbours, and improves the best sets by adding an
-item, removing one, or swapping two.
+A search rates first what is known after a few passes: exits, the sets of ConfLayers (arXiv 2604.14612), and the sets that stay
+closest to the target's hidden states (CLaSp's idea, arXiv 2505.24196). Then it rates each single skip, the knapsacks
+over single skips (KnapSpec, arXiv 2602.20217, has the idea of sublayers as items with measured costs). It then grows a set item by
+item, rates sets of the least harmful skips of which no two are neighbours, and improves the best sets by adding an item, removing
+one, or swapping two.
 
 It rates one set at a time and may be stopped after any: each step yields the sets to rate, and continues once they are rated.
 Every set carries its origin: the method that proposed it first, and the others that also did.
@@ -13,30 +13,36 @@ Every set carries its origin: the method that proposed it first, and the others 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from decoding.drafts import BitWidth, Draft, EarlyExit, LayerSkip
-from studies.prediction.confident import Confident, confident_skips
-from studies.prediction.contract import Prediction
-from studies.prediction.cosine import cosine_skips
-from studies.prediction.origins import (
-    COSINE,
-    EXIT,
-    GROWING,
-    KNAPSACK,
-    ORDER_OF_HARM,
-    SINGLE,
-    SPACED_SETS,
-    Origin,
-    describe_all,
-)
-from studies.prediction.predictor import Predictor
-from studies.prediction.skip_space import SkipSet, SkipSpace
+import numpy as np
+import torch
+from torch import Tensor
 
-Wanted = tuple[SkipSet, Origin]
+from decoding.drafts import BitWidth, Draft, EarlyExit, LayerSkip
+from decoding.errors import UnsupportedModelError
+from decoding.target import BlockView, Target
+from studies.confidence.confidences import CONFIDENCE_NAMES, CONFIDENCES, ConfidenceName
+from studies.confidence.selection import DTYPES, Form, growth_cap, select_from_scores, standardise
+from studies.prediction.predictor import Predictor
+from studies.prediction.predictors import Prediction
+from studies.prediction.survey import JoinedSurvey, Survey, Written
+from studies.space import SkipSet, SkipSpace
+
+Wanted = tuple[SkipSet, str]
 """A set to rate, and the method that proposes it."""
 
+EXIT, SINGLE, ORDER_OF_HARM, KNAPSACK = "exit", "single sublayer", "order of harm", "knapsack"
+CONF_LAYERS, COSINE, GROWING, SPACED_SETS, MOVES = "conf_layers", "cosine", "growing", "spaced", "moves"
+"""Methods that propose skip sets: an origin is one of these, with the setting that led to the set in brackets."""
+LAMBDAS = (0.0, -0.1, 0.1, -0.2, 0.2, -0.3, 0.3, -0.4, 0.4)
+"""Values of lambda that ConfLayers' sets are read with: the range that the paper sweeps, from its default on."""
+FORMS: tuple[Form, ...] = ("published", "unrounded")
+WINDOW = 32
+"""Last generated tokens that a confidence is read from (W)."""
+MOST_SEQUENCES = 3
+"""Sequences that confidences are read from, evenly spread over the survey's: sets differ between prompts."""
 LEAST_GAIN = 1e-3
 """Smallest relative gain of a move: less amounts to single tokens of the survey."""
 BRANCHES = 6
@@ -74,7 +80,7 @@ class Proposals:
     def __init__(self, space: SkipSpace, predictor: Predictor) -> None:
         self._space, self._predictor = space, predictor
         self._rated: dict[SkipSet, Prediction] = {}
-        self._origins: dict[SkipSet, list[Origin]] = {}
+        self._origins: dict[SkipSet, list[str]] = {}
         self._exit_of: dict[SkipSet, EarlyExit] = {}
         """Exits without a head: one pass over the sequences records them all."""
         self._gains: dict[int, float] = {}
@@ -114,7 +120,11 @@ class Proposals:
     def origin(self, draft: Draft) -> str | None:
         """Return the methods that proposed a skip set, the first one with its setting; None for an unknown set."""
         origins = self._origins.get(self._space.chosen(draft.skipped(self._predictor.survey.target.num_layers)))
-        return describe_all(origins) if origins else None
+        if not origins:
+            return None
+        first, *others = origins
+        methods = [method for method in dict.fromkeys(map(method_of, others)) if method != method_of(first)]
+        return f"{first}; also {', '.join(methods)}" if methods else first
 
     def _predict(self, chosen: SkipSet) -> Prediction:
         if (exit_draft := self._exit_of.get(chosen)) is None:
@@ -135,11 +145,11 @@ class Proposals:
         yield from self._improved(count=3)
 
     def _confident(self) -> Iterator[Wanted]:
-        found: Confident = confident_skips(self._predictor.survey)
-        self.remarks += found.remarks
-        for each in found.sets:
-            yield self._space.chosen(LayerSkip.blocks(each.blocks)), each.origin
-        self.is_under_way |= bool(found.sets)
+        sets, remarks = confident_skips(self._predictor.survey)
+        self.remarks += remarks
+        for blocks, origin in sets.items():
+            yield self._space.chosen(LayerSkip.blocks(blocks)), origin
+        self.is_under_way |= bool(sets)
 
     def _single_items(self) -> Iterator[SkipSet]:
         yield frozenset()
@@ -221,7 +231,8 @@ class Proposals:
         starts = sorted(self._rated, key=lambda chosen: -self._speedup(chosen))[:count]
         for start in starts:
             chosen: SkipSet | None = start
-            origin = self._origins[start][0].moved()
+            first = self._origins[start][0]
+            origin = first if method_of(first) == MOVES else f"{MOVES} (from {first})"
             while chosen is not None:
                 least, better = self._speedup(chosen) * (1 + LEAST_GAIN), None
                 for moved in self._moves(chosen):
@@ -268,7 +279,7 @@ def knapsacks(harms: Sequence[float], savings: Sequence[float], num_capacities: 
     for capacity in range(1, num_capacities + 1):
         enough = range(-(-most * capacity // (num_capacities + 1)), most + 1)
         chosen.append(sets[min(enough, key=lambda saved: least[saved])])
-    return _distinct(found for found in chosen if 0 < len(found) < len(harms))
+    return list(dict.fromkeys(found for found in chosen if 0 < len(found) < len(harms)))
 
 
 def without_neighbours(order: Sequence[int], neighbours: Callable[[int, int], bool]) -> list[int]:
@@ -280,11 +291,86 @@ def without_neighbours(order: Sequence[int], neighbours: Callable[[int, int], bo
     return kept
 
 
-def _from(origin: Origin, sets: Iterable[SkipSet]) -> Iterator[Wanted]:
+def _from(origin: str, sets: Iterable[SkipSet]) -> Iterator[Wanted]:
     """Yield sets of one origin; each is asked for when the one before it is rated."""
     for chosen in sets:
         yield chosen, origin
 
 
-def _distinct(sets: Iterable[SkipSet]) -> list[SkipSet]:
-    return list(dict.fromkeys(sets))
+def method_of(origin: str) -> str:
+    """Return the method of an origin, without its setting and the other methods that proposed the same set."""
+    return origin.split(" (")[0].split("; ")[0]
+
+
+def confident_skips(survey: Survey | JoinedSurvey) -> tuple[dict[tuple[int, ...], str], list[str]]:
+    """Return the blocks that ConfLayers skips with their origins, and a remark for each confidence that the model does not give.
+
+    ConfLayers moves lambda during its search and decodes with each set. Here each confidence is read once per sequence, off its
+    last `WINDOW` tokens, after the keys and values of all tokens before them, and lambda takes every value of a range, 0 first.
+    Models with fewer than three blocks have no set.
+    """
+    target = survey.target
+    scores: list[tuple[str, Form, np.ndarray]] = []
+    remarks = []
+    read = [survey.written[round(at)] for at in np.linspace(0, len(survey.written) - 1, MOST_SEQUENCES)]
+    for name in CONFIDENCE_NAMES if target.num_layers > 2 else ():
+        try:
+            scores += [each for written in dict.fromkeys(read) for each in _scores(name, target, written)]
+        except UnsupportedModelError as cause:
+            remarks.append(f"no sets of ConfLayers by {name}: {cause}")
+    cap = growth_cap(target.config.model_type, target.num_layers)
+    sets: dict[tuple[int, ...], str] = {}
+    for lam in LAMBDAS:
+        for label, form, values in scores:
+            blocks = select_from_scores(values, lam=lam, num_layers=target.num_layers, window_growth_cap=cap, form=form)
+            if blocks:
+                sets.setdefault(tuple(blocks), f"{CONF_LAYERS} ({label}, lambda {lam:g})")
+    return sets, remarks
+
+
+def _scores(name: ConfidenceName, target: Target, written: Written) -> Iterator[tuple[str, Form, np.ndarray]]:
+    """Yield label, form and scores of one confidence on one sequence: two passes serve both forms."""
+    prompt, continuation = written
+    before, window = [*prompt, *continuation[:-WINDOW]], continuation[-WINDOW:]
+    given = (torch.tensor([list(each)], device=target.device) for each in (window, before))
+    parts = CONFIDENCES[name](target, *given)
+    for form in FORMS:
+        confidences = parts.astype(DTYPES[form]).sum(axis=1)
+        label = name if form == "published" else f"{name} {form}"
+        yield label, form, standardise(confidences[1 : target.num_layers - 1], form)
+
+
+@torch.inference_mode()
+def cosine_skips(survey: Survey | JoinedSurvey, counts: Collection[int]) -> list[tuple[int, ...]]:
+    """Return, for each of `counts`, the blocks to skip so that the hidden states stay close to the target's, ascending.
+
+    CLaSp chooses by dynamic programming after each verification, on the last token's states. Here it is done once, on all rounds of
+    the survey. The first block always runs: its output is the first state. Counts that exceed the model's blocks are dropped.
+
+    `states[j]` holds the best states after the blocks so far, j of them skipped. The next block either runs on `states[j]` or is
+    skipped after `states[j - 1]`, whichever is closer to the target's own states there (mean cosine).
+    """
+    cache, token_ids = survey.rounds
+    target = survey.target
+    most = max((count for count in counts if count < target.num_layers), default=0)
+    states = {0: BlockView(target, 0).rounds(token_ids, cache, None)}
+    skipped: dict[int, tuple[int, ...]] = {0: ()}
+    for index in range(1, target.num_layers):
+        view = BlockView(target, index)
+        run = {count: view.rounds(token_ids, cache, before) for count, before in states.items()}
+        true = run[0]
+        following: dict[int, Tensor] = {0: true}
+        chosen: dict[int, tuple[int, ...]] = {0: ()}
+        for count in range(1, min(index, most) + 1):
+            choices = []
+            if count in run:
+                choices.append((_cosine(run[count], true), run[count], skipped[count]))
+            choices.append((_cosine(states[count - 1], true), states[count - 1], (*skipped[count - 1], index)))
+            _, following[count], chosen[count] = max(choices, key=lambda choice: choice[0])
+        states, skipped = following, chosen
+    return [skipped[count] for count in counts if count in skipped and count]
+
+
+def _cosine(states: Tensor, true: Tensor) -> float:
+    """Return the mean cosine of states [.., hidden] with the target's."""
+    return float(torch.cosine_similarity(states.float(), true.float(), dim=-1).mean())

@@ -27,7 +27,7 @@ from decoding.target.heads import unrolled
 from decoding.target.states import exit_logits, exit_states, last_states
 from decoding.target.views import DraftStatesView
 from decoding.text import TokenSequence
-from studies.prediction.contract import exits_of, predictor_of
+from studies.prediction.predictors import exits_of, predictor_of
 from studies.prediction.replay import Copies, Guessed, Recording, TargetText, draws
 
 DEPTH = 4

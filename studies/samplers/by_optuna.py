@@ -19,7 +19,7 @@ from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import Field
 
-from studies.contract import Problem
+from studies.contract import Problem, TrialRecord
 from studies.samplers import OPTUNA
 from studies.samplers.contract import StudySampler, enqueue_in_new
 from studies.space import Space, SpaceSettings
@@ -129,7 +129,7 @@ class TpeSearch(WholeSpace):
 
     def new_sampler(self, seed: int) -> BaseSampler:
         """Return TPE that treats the parameters of each kind and rule as one group."""
-        return tpe(seed, group=True)
+        return tpe(seed)
 
 
 class RandomSearch(WholeSpace):
@@ -143,22 +143,30 @@ class RandomSearch(WholeSpace):
 
 
 class TpeOfRules(ByOptuna):
-    """A study by TPE that treats the parameters of each rule as one group."""
+    """A study by TPE that treats the parameters of each rule as one group, and remembers its best trial."""
+
+    best: TrialRecord | None = None
+
+    def observe(self, record: TrialRecord) -> None:
+        """Remember the best trial; the sampler decides what to try next."""
+        best = self.best.speedup if self.best is not None else None
+        if record.speedup is not None and record.repeat_of is None and record.speedup > (best or 0.0):
+            self.best = record
 
     def new_sampler(self, seed: int) -> BaseSampler:
         """Return TPE after few random trials, as the starts are not random."""
-        return tpe(seed, group=True, num_random=8)
+        return tpe(seed, num_random=8)
 
 
-def tpe(seed: int, *, group: bool = False, num_random: int = 10) -> TPESampler:
+def tpe(seed: int, *, num_random: int = 10) -> TPESampler:
     """Return multivariate TPE after `num_random` random trials.
 
-    With `group`, parameters that only some trials have are sampled together with those that come with them.
+    Parameters that only some trials have are sampled together with those that come with them.
     """
     with warnings.catch_warnings():
         # Both are marked experimental; a sampler that lost them would search worse, not wrongly.
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return TPESampler(seed=seed, multivariate=True, group=group, n_startup_trials=num_random)
+        return TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=num_random)
 
 
 def named(study: str) -> type[WholeSpace]:

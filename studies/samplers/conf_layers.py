@@ -28,14 +28,12 @@ from pydantic import Field
 from decoding.draft_length import AnyRule, TopProbability
 from decoding.drafts import LayerSkip, PublishedLeaves, compact_indices
 from decoding.target import Target
-from studies.confidence.confidences import MAX_WINDOW, ConfidenceName, Excerpt, block_scores
+from studies.confidence.confidences import MAX_WINDOW, ConfidenceName, Excerpt, joint_scores
 from studies.confidence.selection import LAMBDA_STEP, Form, LambdaSchedule, Selection, growth_cap
 from studies.contract import ORIGIN, Candidate, Problem, StudySettings, TrialRecord, TrialState
-from studies.prediction.origins import Origin
-from studies.prediction.skip_space import SkipSpace
 from studies.rule_space import declare_rule
 from studies.samplers.contract import StudySampler
-from studies.space import Parameters, Space
+from studies.space import Parameters, SkipSpace, Space
 
 MANY_ACCEPTED = 4  # [code] the early stop asks for more accepted tokens per round than this
 MOST_MOVES = (
@@ -165,7 +163,7 @@ class ConfLayers(StudySampler):
             detail = f"{confidence}, lambda {lam:g}"
             notes |= {"lambda": lam, "text": iteration.text}
         notes |= {"num_skipped": len(skipped), "skipped": compact_indices(skipped)}
-        return notes | {ORIGIN: Origin(self.name, f"{detail}, {name_of_shape(self.settings.tree)}").describe()}
+        return notes | {ORIGIN: f"{self.name} ({detail}, {name_of_shape(self.settings.tree)})"}
 
     def observe(self, record: TrialRecord) -> None:
         """Select the next skip set of the trial's confidence, or stop early."""
@@ -226,9 +224,7 @@ class ConfLayers(StudySampler):
     def _select(self, confidence: ConfidenceName, lam: float, text: int) -> Selection:
         settings = self.settings
         excerpt = Excerpt.of(*self._texts[text], settings.window, settings.form)
-        scores = block_scores(
-            confidence, self.problem.target, excerpt.window, before=excerpt.before, form=settings.form
-        )
+        scores = joint_scores(confidence, self.problem.target, [excerpt], settings.form)
         return self._schedule.select(scores, lam, settings.form)
 
     def _is_good_enough(self, record: TrialRecord) -> bool:

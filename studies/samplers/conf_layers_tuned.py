@@ -24,7 +24,6 @@ from decoding.target import Target
 from studies.confidence.confidences import CONFIDENCE_NAMES, ConfidenceName, Excerpt, joint_scores
 from studies.confidence.selection import Form
 from studies.contract import ORIGIN, Candidate, Problem, StudySettings, TrialRecord
-from studies.prediction.origins import Origin
 from studies.rule_space import RuleNames, rule_parameters, rules_within, suggest_rule
 from studies.samplers.by_optuna import TpeOfRules
 from studies.samplers.conf_layers import (
@@ -117,7 +116,7 @@ class TunedSpace:
             "window": window,
             "skip_ratio": round(skip_ratio, 4),
             "lambda": selection.lam,
-            ORIGIN: Origin("conf_layers_tuned", detail).describe(),
+            ORIGIN: f"conf_layers_tuned ({detail})",
             "num_skipped": len(selection.skipped),
             "skipped": compact_indices(selection.skipped),
         }
@@ -136,7 +135,6 @@ class ConfLayersTuned(TpeOfRules):
     def __init__(self, problem: Problem, settings: ConfLayersTunedSettings) -> None:
         super().__init__(problem, settings)
         self.space = TunedSpace(problem, settings)
-        self._best: TrialRecord | None = None
 
     def begin(self, study: optuna.Study) -> None:
         """Enqueue the published settings, with each confidence, and those of the authors' script."""
@@ -149,12 +147,6 @@ class ConfLayersTuned(TpeOfRules):
         """Return what led to the set."""
         return self.space.notes
 
-    def observe(self, record: TrialRecord) -> None:
-        """Remember the best trial; the sampler decides what to try next."""
-        best = self._best.speedup if self._best is not None else None
-        if record.speedup is not None and record.repeat_of is None and record.speedup > (best or 0.0):
-            self._best = record
-
     def finished(self, study: optuna.Study) -> str | None:
         """Return a reason if there is nothing to read confidences from."""
         return super().finished(study) if self.space.texts else "no tuning prompt has a continuation"
@@ -162,7 +154,7 @@ class ConfLayersTuned(TpeOfRules):
     def remarks(self) -> list[str]:
         """Return the parameters of the best trial, and that drafts are chains, unless they are trees."""
         shape = [] if self.settings.tree else [CHAIN_ONLY]
-        return [*([_described(self._best)] if self._best is not None else []), *shape]
+        return [*([_described(self.best)] if self.best is not None else []), *shape]
 
 
 def _published_start(confidence: ConfidenceName, settings: ConfLayersTunedSettings) -> dict[str, Any]:

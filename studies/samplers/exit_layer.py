@@ -16,9 +16,9 @@ from pydantic import Field
 from decoding.draft_length import RULES, Fixed
 from decoding.drafts import Draft, EarlyExit, Layers, PlainDecoding
 from decoding.target import Target
-from studies.contract import Candidate, Problem, StudySettings, TrialRecord
-from studies.prediction.contract import Prediction
+from studies.contract import Candidate, Problem, StudySettings
 from studies.prediction.predictor import Predictor
+from studies.prediction.predictors import Prediction
 from studies.prediction.survey import Survey
 from studies.rule_space import DEFAULT_RULES, RuleNames, rules_within
 from studies.samplers.by_optuna import TpeOfRules
@@ -74,7 +74,6 @@ class ExitLayer(TpeOfRules):
         self.space = Space(problem.target, rules=settings.rules, max_tokens=settings.max_tokens, exits=self._exits)
         self.predictions: dict[Draft, Prediction] = {}
         """The best prediction of each exit, the best first."""
-        self._best: TrialRecord | None = None
 
     def begin(self, study: optuna.Study) -> None:
         """Predict every exit, and enqueue the best. Raises ValueError if the problem does not give costs."""
@@ -116,12 +115,6 @@ class ExitLayer(TpeOfRules):
             "predicted_acceptance": round(predicted.acceptance, 4),
         }
 
-    def observe(self, record: TrialRecord) -> None:
-        """Remember the best trial; the sampler decides what to try next."""
-        best = self._best.speedup if self._best is not None else 0.0
-        if record.speedup is not None and record.repeat_of is None and record.speedup > (best or 0.0):
-            self._best = record
-
     def finished(self, study: optuna.Study) -> str | None:
         """Return a reason if there is no exit to search."""
         if self._exits:
@@ -130,7 +123,7 @@ class ExitLayer(TpeOfRules):
 
     def remarks(self) -> list[str]:
         """Return a remark if the best exit is at an edge of those considered and the model has exits beyond it."""
-        best = next((draft for draft in self._exits if self._best and draft == self._best.candidate.draft), None)
+        best = next((draft for draft in self._exits if self.best and draft == self.best.candidate.draft), None)
         if best is None:
             return []
         same_kind = [draft.exit_layer for draft in self._exits if (draft.head is None) == (best.head is None)]

@@ -23,12 +23,13 @@ from pydantic import Field, TypeAdapter
 
 from decoding.documents.strict_yaml import Document
 from decoding.drafts import BitWidth, Draft, LayerSkip, RealDraft
+from decoding.drafts.contract import label_quantised
 from studies.contract import ORIGIN, Candidate, Problem, TrialRecord
 from studies.costs.table import CostTable
 from studies.prediction.guided import GuidedSearch
-from studies.prediction.origins import method_of, origin_of
 from studies.prediction.pools import best_of, lookups, lookups_before, quantised, useful_precisions, with_trees
 from studies.prediction.predictor import Predictor
+from studies.prediction.proposals import method_of
 from studies.prediction.survey import JoinedSurvey, Survey
 from studies.samplers.contract import StudySampler, enqueue_in_new, measured_now
 from studies.samplers.rating import Rating
@@ -358,3 +359,12 @@ _DRAFTS: TypeAdapter[list[Any]] = TypeAdapter(list[Draft])
 
 def _dumped(drafts: Iterable[Draft]) -> Any:
     return _DRAFTS.dump_python(list(drafts), mode="json")
+
+
+def origin_of(draft: Draft, proposed: str | None) -> str:
+    """Return the origin of a draft in a pool: `proposed` for a skip set that was searched for, else the draft's kind.
+
+    A quantised draft is called so: `quantised growing`, `quantised exit`.
+    """
+    known = label_quantised(draft.parts.bits, proposed) if proposed else draft.label
+    return f"lookup before {known}" if draft.parts.lookup is not None else known

@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 
 from decoding.drafts import BitWidth, Draft
 from decoding.target import Target
-from studies.prediction.contract import Prediction
-from studies.prediction.origins import method_of
 from studies.prediction.pools import is_same, unlike
 from studies.prediction.predictor import Predictor
-from studies.prediction.proposals import Proposals
-from studies.prediction.skip_space import SkipSpace
+from studies.prediction.predictors import Prediction
+from studies.prediction.proposals import Proposals, method_of
+from studies.space import SkipSpace
 
 FEWEST_SURVEYED, SURVEYED_PER_ITEM = 160, 3
 NEAR_THE_BEST = 0.85

@@ -39,10 +39,10 @@ from tests.support.benches import bench_on, per_token
 from tests.support.heads import write_heads
 from tests.support.recorders import CountingRecorder, WatchingClock, recorded_by, unchecked
 from tests.support.tiny import tiny_llama
-from tuner.measuring import cost_table, pass_timer
-from tuner.measuring.cost_table import measure_cost_table
+from tuner.measuring import cost_table
+from tuner.measuring.cost_table import PassTimer, measure_cost_table
 from tuner.measuring.paired import Bench
-from tuner.measuring.pass_timer import PassTimer
+from tuner.measuring.cost_table import PassTimer
 
 BUCKETS = replace(GPU_BUCKETS, slot_step=64)
 """Many steps on short sequences, which a CPU decodes quickly."""
@@ -192,13 +192,13 @@ def test_cost_table_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> No
         timers.append(weakref.ref(timer))
         return timer
 
-    class Watched(pass_timer.PromptedBatch):
+    class Watched(cost_table.PromptedBatch):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             storages.extend(weakref.ref(each.cache.storage) for each in self.sequences)
 
     monkeypatch.setattr(cost_table, "PassTimer", made)
-    monkeypatch.setattr(pass_timer, "PromptedBatch", Watched)
+    monkeypatch.setattr(cost_table, "PromptedBatch", Watched)
     recorder = CountingRecorder()
     target = Target(tiny_llama(), recorded_by(recorder, BUCKETS))
     request = Request(tuple(range(2, 30)), Ending(12))

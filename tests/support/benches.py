@@ -16,7 +16,7 @@ from studies.contract import Candidate
 from studies.measurement import Measurement, PromptSample
 from tests.support.records import sample
 from tuner.measuring.baseline import decode_baseline
-from tuner.measuring.clock import Elapsed, PriceList
+from tuner.measuring.contender import Elapsed, PriceList
 from tuner.measuring.paired import Bench
 from tuner.measuring.turns import OnSample
 

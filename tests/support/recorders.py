@@ -16,7 +16,7 @@ from decoding.runners.buckets import GPU_BUCKETS, Buckets
 from decoding.runners.eager import RunnerFactory
 from decoding.runners.graphs import OutputsT, PassRecorder
 from decoding.runners.static import StaticRunner
-from tuner.measuring.clock import Clock, Elapsed
+from tuner.measuring.contender import Clock, Elapsed
 
 
 class CountingRecorder:

@@ -19,8 +19,8 @@ from decoding.profile import Decoding
 from decoding.runners.contract import Outputs
 from decoding.target import Target
 from decoding.text import TokenSequence
-from studies.prediction.contract import DraftPredictor, Prediction
 from studies.prediction.predictor import Predictor
+from studies.prediction.predictors import DraftPredictor, Prediction
 
 
 class Cycle(DraftDocument):

@@ -12,9 +12,8 @@ from decoding.draft_length import Fixed
 from decoding.drafts import LayerSkip
 from decoding.target import Target
 from studies.contract import Candidate, Problem, StudySettings
-from studies.prediction.skip_space import SkipSpace
 from studies.samplers.contract import StudySampler
-from studies.space import Parameters, Space
+from studies.space import Parameters, SkipSpace, Space
 
 
 class OneBlockSettings(StudySettings):

@@ -11,11 +11,10 @@ from decoding.decoder import plain_decoder
 from decoding.documents.strict_yaml import suggest
 from decoding.profile import Decoding, DraftProfile
 from decoding.runners import RUNNERS, bit_exact_runners, has_bit_exact_mode
-from tuner.bench.result import PROFILE
 from tuner.config import EXACT_WIDTH
 from tuner.errors import ConfigError
 from tuner.fields import BITWISE
-from tuner.measuring.contender import PLAIN, Contender, reason_of
+from tuner.measuring.contender import PLAIN, PROFILE, Contender, reason_of
 from tuner.measuring.generation import (
     ONE_SEQUENCE,
     StockGeneration,
@@ -23,7 +22,7 @@ from tuner.measuring.generation import (
     stock_generate,
     stock_prompt_lookup,
 )
-from tuner.measuring.own_decoding import OwnDecoding
+from tuner.measuring.paired import OwnDecoding
 
 if TYPE_CHECKING:
     from tuner.bench.task import BenchTask

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.bench.loads import check_groups
-from tuner.bench.result import PROFILE
 from tuner.bench.task import BenchTask, prepare_bench
 from tuner.engines.bench import EngineDecoding
 from tuner.engines.contract import ServerSettings, find_engine
@@ -20,6 +19,7 @@ from tuner.errors import ConfigError
 from tuner.export.run import export
 from tuner.export.settings import ExportSettings
 from tuner.fields import PromptSettings
+from tuner.measuring.contender import PROFILE
 from tuner.results import public_name
 
 if TYPE_CHECKING:

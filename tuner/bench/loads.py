@@ -26,6 +26,7 @@ from tuner.measuring.baseline import Baseline
 from tuner.measuring.comparison import FEWEST_SAMPLES
 from tuner.measuring.contender import PLAIN
 from tuner.measuring.turns import Interleaved, PairedBench
+from tuner.review.tables import identical
 from tuner.tables import facts_grid, figures_table
 
 if TYPE_CHECKING:
@@ -51,12 +52,6 @@ class LoadFigures:
     """A sample per group of prompts, by the wall clock of its rounds, prompts included."""
     num_plain_different: int = 0
     """Texts that plain decoding itself continues otherwise at this number of sequences than alone."""
-
-    @property
-    def num_different(self) -> int:
-        """Number of texts that differ from plain decoding's, ties apart."""
-        found = self.measurement
-        return found.num_prompts - found.num_identical - found.num_ties
 
 
 @dataclass(frozen=True)
@@ -94,7 +89,7 @@ class ScheduleResult:
     @property
     def num_different(self) -> int:
         """Number of texts that differ from the engine's plain decoding, ties apart."""
-        return sum(each.num_different for draft in self.drafts for each in draft.loads)
+        return sum(each.measurement.num_different for draft in self.drafts for each in draft.loads)
 
 
 def check_groups(sequences: Sequence[int], num_prompts: int) -> None:
@@ -189,7 +184,7 @@ def best_length(figures: Mapping[int, LoadFigures]) -> tuple[int, Interval | Non
     faster = [
         (interval.value, num_tokens, interval)
         for num_tokens, each in figures.items()
-        if (interval := each.measurement.speedup_interval()).ci95[0] > 1 and not each.num_different
+        if (interval := each.measurement.speedup_interval()).ci95[0] > 1 and not each.measurement.num_different
     ]
     if not faster:
         return 0, None
@@ -234,7 +229,6 @@ def schedule_table(result: ScheduleResult) -> RenderableType:
     for load in result.schedule.loads:
         for index, draft in enumerate(result.drafts):
             found = draft.at(load.sequences).measurement
-            ties = f"\n+ {found.num_ties} ties" if found.num_ties else ""
             table.add_row(
                 str(load.sequences) if index == 0 else "",
                 draft.name,
@@ -243,7 +237,7 @@ def schedule_table(result: ScheduleResult) -> RenderableType:
                 f"{found.draft_tokens_per_second:.1f}",
                 f"{found.speedup_interval()}",
                 f"{found.num_accepted_draft_tokens}/\n{found.num_draft_tokens}",
-                f"{found.num_identical}/{found.num_prompts}{ties}",
+                identical(found.num_identical, found.num_prompts, found.num_ties, "\n"),
             )
     for term, meaning in _legend(result):
         legend.add_row(term, meaning)

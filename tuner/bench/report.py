@@ -1,35 +1,133 @@
-"""Reports of a bench: the table, and the JSON with all figures. Measures nothing."""
+"""The result of a bench: every contender's measurement, what beats plain decoding, the table and the JSON. Measures nothing.
+
+In this process all contenders take turns. In an engine each draft takes turns with plain decoding alone: its server needs memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 
+from decoding.documents.strict_yaml import Document
 from decoding.profile import Interval
-from studies.measurement import Measurement
-from tuner.bench.result import PROFILE, BenchResult, BenchVerdict, category_mean
-from tuner.measuring.comparison import Phase
-from tuner.measuring.contender import PLAIN
+from studies.measurement import Measurement, geometric_means
+from tuner.measuring.comparison import Compared, Phase
+from tuner.measuring.contender import PLAIN, PROFILE, Contender
+from tuner.review.tables import accepted, category_table, identical
 from tuner.tables import facts_grid, figures_table
 
 TABLE_WIDTH = 120
 """Width of the table on disk, in characters."""
 
 
+@dataclass(frozen=True)
+class BenchResult:
+    """All contenders on the same prompts."""
+
+    contenders: Mapping[str, Contender]
+    everything: Mapping[str, Measurement]
+    """All samples of each contender; with repeats, their sums."""
+    compared: Compared
+    """The samples that all contenders decoded at some length, to which rates and ratios refer."""
+    left_out: dict[str, str]
+    """Contenders that could not be measured, with the reasons."""
+    prompt_lengths: tuple[int, ...]
+    """Tokens of each prompt."""
+    facts: dict[str, Any]
+    """Task, device and versions as plain data."""
+    remarks: tuple[str, ...] = ()
+    batch_size: int = 1
+    repeats: int = 1
+    engine: str | None = None
+    """The engine and its version; None for a bench in this process."""
+
+    @property
+    def mean_prompt_tokens(self) -> float:
+        """Mean length of the prompts that count."""
+        size = self.batch_size
+        counted = [n for index in self.compared.counted for n in self.prompt_lengths[index * size : (index + 1) * size]]
+        return sum(counted) / len(counted)
+
+    @property
+    def units(self) -> str:
+        """The unit of rates and intervals in words."""
+        return units_of(self.batch_size)
+
+    def profile_over(self, name: str, phase: Phase) -> Interval | None:
+        """Return the profile's speed-up over a contender; None where the two did not take turns."""
+        apart = self.engine is not None and name not in (PROFILE, PLAIN)
+        return None if apart else self.compared.over(PROFILE, name, phase)
+
+    @property
+    def num_different(self) -> int:
+        """Number of sequences that differ from plain decoding's, ties apart."""
+        return sum(each.num_different for each in self.everything.values())
+
+    def first_token_seconds(self, name: str) -> float:
+        """Return the mean prefill seconds of a batch."""
+        whole = self.compared.measurements[name].end_to_end
+        assert whole is not None, "a bench times the prefill of every sample"
+        return whole.time_to_first_token_seconds / self.repeats
+
+
+def units_of(batch_size: int) -> str:
+    """Return the unit of rates and intervals in words."""
+    return "prompts" if batch_size == 1 else f"batches of {batch_size} prompts"
+
+
+class BenchVerdict(Document):
+    """What beats plain decoding: contenders whose 95 % interval over it lies above 1, the fastest first."""
+
+    decode: tuple[str, ...]
+    end_to_end: tuple[str, ...]
+    contradicted: tuple[str, ...]
+    """Contenders that decode faster than plain decoding, but are slower end to end, both with 95 % confidence."""
+
+    @classmethod
+    def of(cls, compared: Compared) -> BenchVerdict:
+        """Return what beats plain decoding on these samples."""
+        others = [name for name in compared.measurements if name != PLAIN]
+        decode, whole = ({name: compared.over(name, PLAIN, phase) for name in others} for phase in Phase)
+        return cls(
+            decode=_above_1(decode),
+            end_to_end=_above_1(whole),
+            contradicted=tuple(name for name in _above_1(decode) if whole[name].ci95[1] < 1.0),
+        )
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in words."""
+        if not self.decode and not self.end_to_end:
+            return "nothing beats plain decoding with 95 % confidence"
+        decode = ", ".join(self.decode) or "nothing"
+        both = self.decode == self.end_to_end
+        said = decode if both else f"{decode} in decoding, {', '.join(self.end_to_end) or 'nothing'} end to end"
+        against = (
+            f"; {', '.join(self.contradicted)} decodes faster but is slower end to end" if self.contradicted else ""
+        )
+        return f"faster than plain decoding with 95 % confidence: {said}{against}"
+
+
+def _above_1(speedups: Mapping[str, Interval]) -> tuple[str, ...]:
+    faster = [name for name, speedup in speedups.items() if speedup.ci95[0] > 1.0]
+    return tuple(sorted(faster, key=lambda name: -speedups[name].value))
+
+
 def bench_table(result: BenchResult) -> RenderableType:
     """Return a table with a line per contender, the contenders left out, and a legend below."""
     prompts = f"{len(result.compared.counted)} {result.units} of {result.mean_prompt_tokens:.0f} tokens"
-    title = f"Decode phase on {prompts} on average (95 % intervals over {_units(result)})"
+    title = f"Decode phase on {prompts} on average (95 % intervals over {'prompts' if result.batch_size == 1 else 'batches'})"
     if result.engine is not None:
         title = f"{result.engine}. {title}"
     table = figures_table(title, "contender", "tok/s", "over plain", "profile over it", "accepted", "iden-\ntical")
     for name, everything in result.everything.items():
         if name in result.compared.measurements:
-            accepted = _accepted(result.compared.measurements[name])
-            table.add_row(name, *_speeds(result, name, Phase.DECODE), accepted, _identical(everything))
+            equal = identical(everything.num_identical, everything.num_prompts, everything.num_ties, "\n")
+            of_contender = accepted(result.compared.measurements[name])
+            table.add_row(name, *_speeds(result, name, Phase.DECODE), of_contender, equal)
     for name in result.left_out:
         table.add_row(name, "left out")
     whole = figures_table(
@@ -44,8 +142,11 @@ def bench_table(result: BenchResult) -> RenderableType:
     legend = facts_grid()
     for term, meaning in _legend(result):
         legend.add_row(term, meaning)
-    categories = _category_table(result)
-    return Group(table, whole, *([] if categories is None else [categories]), legend)
+    parts = [table, whole]
+    if len(result.compared.measurements[PLAIN].by_category()) > 1:
+        others = {name: each for name, each in result.compared.measurements.items() if name != PLAIN}
+        parts.append(category_table("Over plain decoding, by category", "contender", others))
+    return Group(*parts, legend)
 
 
 def _speeds(result: BenchResult, name: str, phase: Phase) -> tuple[str, str, str]:
@@ -57,56 +158,9 @@ def _speeds(result: BenchResult, name: str, phase: Phase) -> tuple[str, str, str
     )
 
 
-def _identical(measurement: Measurement) -> str:
-    ties = measurement.num_ties
-    return f"{measurement.num_identical}/{measurement.num_prompts}" + (
-        f"\n+ {ties} tie{'s' if ties > 1 else ''}" if ties else ""
-    )
-
-
-def _accepted(measurement: Measurement) -> str:
-    """Return the acceptance length, and the rate where the drafts are known."""
-    return f"{measurement.mean_acceptance_length:.2f} {_acceptance_rate(measurement)}".strip()
-
-
-def _acceptance_rate(measurement: Measurement) -> str:
-    return f"{measurement.draft_acceptance_rate:.0%}" if measurement.num_draft_tokens else ""
-
-
 def _prefill_over_plain(measurement: Measurement) -> Interval | None:
     whole = measurement.end_to_end
     return None if whole is None else whole.prefill_over_plain()
-
-
-def _category_table(result: BenchResult) -> Table | None:
-    """Return a row per category and contender with the speed-ups over plain decoding; None without two categories."""
-    if len(result.compared.measurements[PLAIN].by_category()) < 2:
-        return None
-    headings = ("prompts", "decoding", "end to end", "accepted")
-    table = figures_table("Over plain decoding, by category", ("contender", "category"), *headings)
-    for name in result.compared.measurements:
-        if name != PLAIN:
-            _add_categories(table, result, name)
-    return table
-
-
-def _add_categories(table: Table, result: BenchResult, name: str) -> None:
-    for category, compared in result.compared.by_category().items():
-        each = compared.measurements[name]
-        table.add_row(
-            name,
-            category,
-            str(len(each.samples)),
-            *(f"{compared.over(name, PLAIN, phase)}" for phase in Phase),
-            _accepted(each),
-        )
-    means = [category_mean(result.compared, name, phase) for phase in Phase]
-    if any(means):
-        table.add_row(name, "geometric mean", "", *(f"{mean}" if mean else "" for mean in means), "")
-
-
-def _units(result: BenchResult) -> str:
-    return "prompts" if result.batch_size == 1 else "batches"
 
 
 def _legend(result: BenchResult) -> Iterator[tuple[str, str]]:
@@ -160,7 +214,8 @@ def bench_json(result: BenchResult) -> dict[str, Any]:
 def _figures(result: BenchResult, name: str) -> dict[str, Any]:
     compared, everything, contender = result.compared, result.everything[name], result.contenders[name]
     measurement = compared.measurements[name]
-    decode, whole = (_phase_figures(result, name, phase) for phase in Phase)
+    means = geometric_means(measurement.by_category()) or (None, None)
+    decode, whole = (_phase_figures(result, name, phase, mean) for phase, mean in zip(Phase, means, strict=True))
     return {
         "description": contender.description,
         "settings": dict(contender.settings),
@@ -200,13 +255,13 @@ def _acceptance(measurement: Measurement) -> dict[str, float | None]:
     }
 
 
-def _phase_figures(result: BenchResult, name: str, phase: Phase) -> dict[str, Any]:
+def _phase_figures(result: BenchResult, name: str, phase: Phase, mean: Interval | None) -> dict[str, Any]:
     compared = result.compared
     return {
         "tokens_per_second": _dumped(compared.rate(name, phase)),
         "over_plain": _dumped(compared.over(name, PLAIN, phase)),
         "profile_over_it": _dumped(result.profile_over(name, phase)),
-        "category_mean_over_plain": _dumped(category_mean(compared, name, phase)),
+        "category_mean_over_plain": _dumped(mean),
     }
 
 

@@ -18,14 +18,13 @@ from tuner.bench.config import BenchConfig, check_bench_settings
 from tuner.bench.contenders import ALWAYS, enter
 from tuner.bench.engine import EngineTask, engine_task
 from tuner.bench.loads import SCHEDULE, measure_schedule, schedule_json, schedule_table
-from tuner.bench.report import TABLE_WIDTH, bench_json, bench_table
-from tuner.bench.result import PROFILE, BenchResult, units_of
+from tuner.bench.report import TABLE_WIDTH, BenchResult, bench_json, bench_table, units_of
 from tuner.bench.task import BenchTask, prepare_bench, token_ids
 from tuner.errors import DatasetError, EngineError
 from tuner.fields import BITWISE
 from tuner.measuring.baseline import FEWEST_DECODED, Baseline
 from tuner.measuring.comparison import FEWEST_SAMPLES, Compared
-from tuner.measuring.contender import PLAIN, Contender, Prompts
+from tuner.measuring.contender import PLAIN, PROFILE, Contender, Prompts
 from tuner.measuring.turns import Interleaved, PairedBench, Texts
 from tuner.progress import Progress
 from tuner.results import check_results_folder, plain_text, write_result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,11 +89,26 @@ def search(config_file: Path | None, dry_run: bool, **flags: Any) -> None:
 
     check_store(config.tracking_uri)
     quieten_optuna()
-    if config.ray is not None and not dry_run:
+    if dry_run:
+        _plan(config, clock)
+        return
+    if config.ray is not None:
         _search_on_ray(config)
         return
-    with nullcontext() if dry_run else workers_beside(config, sys.argv[1:], partial(click.echo, err=True)):
-        _search_here(config, clock, dry_run=dry_run)
+
+    from tuner.search.run import InterruptedSearchError
+    from tuner.search.run import search as run_search
+    from tuner.search.task import open_budget, prepare
+
+    with workers_beside(config, sys.argv[1:], partial(click.echo, err=True)):
+        use_threads(config.threads)
+        try:
+            with progress_on_stderr() as progress:
+                found = run_search(prepare(config, progress, budget=open_budget(config, clock)), progress)
+        except InterruptedSearchError as interrupted:  # said when the bar is gone: it would draw over the message
+            _print_interrupted(interrupted)
+            raise KeyboardInterrupt from None
+        _print_result(Console(), found, config)
 
 
 def _search_on_ray(config: SearchConfig) -> None:
@@ -106,31 +120,17 @@ def _search_on_ray(config: SearchConfig) -> None:
     _print_result(Console(), write_stored(config), config)
 
 
-def _search_here(config: SearchConfig, clock: StageClock, *, dry_run: bool) -> None:
+def _plan(config: SearchConfig, clock: StageClock) -> None:
+    """Load and check everything, and print the plan of the search."""
     from tuner.search.memory_plan import memory_table, plan_memory, search_time
-    from tuner.search.run import InterruptedSearchError
-    from tuner.search.run import search as run_search
     from tuner.search.task import open_budget, prepare
 
     use_threads(config.threads)
     results = Console()
-    if dry_run:
-        results.print(memory_table(plan_memory(config)))
-        print_facts(results, time=search_time(config))
-    interrupted: InterruptedSearchError | None = None
+    results.print(memory_table(plan_memory(config)))
+    print_facts(results, time=search_time(config))
     with progress_on_stderr() as progress:
-        task = prepare(config, progress, budget=open_budget(config, clock))
-        if dry_run:
-            _print_plan(results, task)
-            return
-        try:
-            found = run_search(task, progress)
-        except InterruptedSearchError as stopped:
-            interrupted = stopped
-    if interrupted is not None:  # said when the bar is gone: it would draw over the message
-        _print_interrupted(interrupted)
-        raise KeyboardInterrupt
-    _print_result(results, found, config)
+        _print_plan(results, prepare(config, progress, budget=open_budget(config, clock)))
 
 
 def _print_result(results: Console, found: SearchResult, config: SearchConfig) -> None:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from studies.measurement import Measurement, PromptSample
     from tuner.engines.candidates import CandidateExports
     from tuner.engines.contract import EngineProgram, ServerSettings
-    from tuner.engines.lookup_replay import Text
     from tuner.engines.server import Client
     from tuner.export.plan import Plan
     from tuner.measuring.baseline import Baseline
@@ -126,21 +125,20 @@ class EngineServers:
 
     def drafted(self, candidate: Candidate) -> Client:
         """Return the server of a candidate; raise `ExportError` or `EngineError` if the engine does not run it."""
-        exported = self.exports.write(candidate)
-        if exported.flags not in self._drafted:
+        plan, flags = self.exports.write(candidate)
+        if flags not in self._drafted:
             while len(self._drafted) >= MOST_RUNNING:
                 _, (_, server) = self._drafted.popitem(last=False)
                 server.close()
-            self._drafted[exported.flags] = self._started(exported.plan, exported.flags)
-        self._drafted.move_to_end(exported.flags)
-        return self._drafted[exported.flags][0]
+            self._drafted[flags] = self._started(plan, flags)
+        self._drafted.move_to_end(flags)
+        return self._drafted[flags][0]
 
     def command(self, candidate: Candidate | None) -> tuple[str, ...]:
         """Return the command of a candidate's server, or of the plain one, without this machine's folders."""
         plan, flags = self.exports.plain, tuple[str, ...]()
         if candidate is not None:
-            exported = self.exports.write(candidate)
-            plan, flags = exported.plan, exported.flags
+            plan, flags = self.exports.write(candidate)
         return tuple(self.exports.shown(self.program.launch(plan, self.settings, 0, flags).command))
 
     def _started(self, plan: Plan, flags: Sequence[str]) -> tuple[Client, ExitStack]:
@@ -161,11 +159,6 @@ class EngineBench(PairedBench):
     def __init__(self, servers: EngineServers, bench: Bench, target: Target) -> None:
         super().__init__(bench.baseline, engine_judge(target, replace(bench.baseline, continuations=())))
         self._servers = servers
-
-    @property
-    def texts(self) -> Sequence[Text]:
-        """The prompts, each with its plain greedy continuation by this process, as token ids."""
-        return tuple(zip(self.prompts, self.continuations, strict=True))
 
     def measure(
         self, candidate: Candidate, indices: Sequence[int], on_sample: OnSample = lambda sample: None

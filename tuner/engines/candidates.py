@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +27,8 @@ if TYPE_CHECKING:
 
 NOWHERE = Path("/sdtune-export")
 """Folder of plans that are only looked at."""
-LOOKUPS = ((2, 4), (3, 8))
+LOOKUPS = ((2, 4), (3, 8), (4, 12))
 """Length of the n-grams and most tokens to copy, of the engine's own lookups that are measured in any case.
-
-Two lengths of copies tell the price of a round from that of a drafted token.
-"""
-NGRAMS, COPIED = (2, 3, 4, 5, 6), (4, 6, 8, 12)
-"""Lengths of n-grams and most tokens to copy of the lookups that are predicted from those, where all of them can be.
 
 An engine may not copy fewer tokens than the n-gram has: llama.cpp drafts nothing then.
 """
@@ -46,17 +40,10 @@ LIMIT, THRESHOLD = 8, 0.6
 
 def own_lookups() -> list[Candidate]:
     """Return prompt lookups alone, which cost a draft model nothing: what the engine does without any tuning of layers."""
-    return [lookup_of(ngram, copied) for ngram, copied in LOOKUPS]
-
-
-def predictable_lookups() -> list[Candidate]:
-    """Return all lookups whose speed-up plain texts predict once a few of them are measured; see `lookup_replay`."""
-    return [lookup_of(ngram, copied) for ngram in NGRAMS for copied in COPIED if copied >= ngram]
-
-
-def lookup_of(ngram: int, copied: int) -> Candidate:
-    """Return the lookup of n-grams of one length that copies up to `copied` tokens."""
-    return Candidate(draft=PromptLookup(max_ngram=ngram, min_ngram=ngram), draft_length=Fixed(max_tokens=copied))
+    return [
+        Candidate(draft=PromptLookup(max_ngram=ngram, min_ngram=ngram), draft_length=Fixed(max_tokens=copied))
+        for ngram, copied in LOOKUPS
+    ]
 
 
 def other_lengths(candidate: Candidate, *, stops_below: bool) -> list[Candidate]:
@@ -151,14 +138,6 @@ class EngineRules:
         return True
 
 
-@dataclass(frozen=True)
-class CandidateExport:
-    """A candidate's export: its plan, and its flags."""
-
-    plan: Plan
-    flags: tuple[str, ...]
-
-
 class CandidateExports:
     """Writes the draft model of each candidate once, into folders of `out`, which share the files of the target."""
 
@@ -169,11 +148,14 @@ class CandidateExports:
         self._folders: dict[DraftDocument | None, Path] = {}
         self.remarks: list[str] = []
         """What the engine's files differ in, one sentence each."""
-        self.plain = self.write(own_lookups()[0]).plan
+        self.plain, _ = self.write(own_lookups()[0])
         """A plan whose folder holds the target and no draft model."""
 
-    def write(self, candidate: Candidate) -> CandidateExport:
-        """Write what is missing of the candidate's export; raise `ExportError` or `EngineError` if it cannot be."""
+    def write(self, candidate: Candidate) -> tuple[Plan, tuple[str, ...]]:
+        """Write what is missing of the candidate's export, and return its plan and its flags.
+
+        Raises `ExportError` or `EngineError` if it cannot be written.
+        """
         draft = candidate.draft
         key = draft.having(lookup=None) if draft.runs_model else None
         known = self._folders.get(key)
@@ -182,7 +164,7 @@ class CandidateExports:
         if known is None:
             self._prepare(plan)
             self._folders[key] = folder
-        return CandidateExport(plan, self._program.draft_flags(plan))
+        return plan, self._program.draft_flags(plan)
 
     def shown(self, words: Sequence[str]) -> list[str]:
         """Return the words of a command without the folder of this machine."""

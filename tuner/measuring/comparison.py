@@ -73,14 +73,13 @@ class Compared:
         return phase.work(self.measurements[name]).rate()
 
     def over(self, name: str, reference: str = PLAIN, phase: Phase = Phase.DECODE) -> Interval:
-        """Return the speed-up of `name` over `reference`, with the 95 % interval over samples."""
-        return self.ratio(name, reference, phase).interval()
+        """Return the speed-up of `name` over `reference`, with the 95 % interval over samples.
 
-    def ratio(self, name: str, reference: str = PLAIN, phase: Phase = Phase.DECODE) -> Ratio:
-        """Return the speed of `name` over that of `reference`; of plain decoding, over that which was timed beside it."""
+        Over plain decoding it is that over the plain decoding that was timed beside it.
+        """
         own = self.measurements[name]
         slower = phase.plain(own) if reference == PLAIN else phase.work(self.measurements[reference])
-        return Ratio.of_speeds(slower, phase.work(own))
+        return Ratio.of_speeds(slower, phase.work(own)).interval()
 
     def by_category(self) -> dict[str, Compared]:
         """Return the comparison on each category with enough samples for intervals."""

@@ -1,19 +1,80 @@
-"""What a bench times: contenders, each a way of decoding prompts, and the record of what one of them decoded for a batch."""
+"""What a bench times: contenders, each a way of decoding prompts, the clock, and the record of what one of them decoded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from decoding.rounds import Round
-from tuner.measuring.clock import Elapsed
+import torch
 
-PLAIN = "plain"
-"""Name of the contender that decodes without drafts: the baseline of all others."""
+from decoding.drafts import Draft
+from decoding.rounds import Round
+from decoding.timing.passes import Stopwatch
+
+PLAIN, PROFILE = "plain", "profile"
+"""Names of the contender that decodes without drafts, the baseline of all others, and of the one under test."""
 
 Prompts = Sequence[Sequence[int]]
 """Token ids of the prompts of one batch."""
+
+
+Elapsed = Callable[[Round | None], float]
+"""Seconds since a decoding started, read when tokens arrive: with the record of their round, or None if there is none."""
+Price = Callable[[Draft, Round], float]
+"""Seconds to charge for a round of this draft."""
+
+
+class WallClock:
+    """Times real decoding on one device. Called once per decoding, just before it starts.
+
+    Tokens are on the host when seconds are read, so only the start of a decoding waits for the device.
+    """
+
+    is_deterministic = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._stopwatch = Stopwatch(device)
+
+    def start(self, draft: Draft | None = None) -> Elapsed:
+        """Wait for the device and return a function that reads real seconds."""
+        start = self._stopwatch.now()
+        return lambda record: time.perf_counter() - start
+
+
+class PriceList:
+    """Charges a fixed price for every round that really happened, in place of measured seconds.
+
+    Searches can then be checked without the noise of a real clock (the simulation mode of Kernel Tuner). The prefill is free. The
+    sequences of a batch are charged one after another, as if they shared no passes.
+    """
+
+    is_deterministic = True
+    """A repeated decoding takes exactly the same time, so that nothing is gained by repeating or warming up."""
+
+    def __init__(self, price: Price) -> None:
+        self._price = price
+
+    def start(self, draft: Draft | None = None) -> Elapsed:
+        """Return a function that reads the prices charged so far.
+
+        Raises ValueError without a draft: there are no rounds to charge for.
+        """
+        if draft is None:
+            raise ValueError("a price list charges for the rounds of a draft, got none")
+        charged = 0.0
+
+        def read(record: Round | None) -> float:
+            nonlocal charged
+            if record is not None:
+                charged += self._price(draft, record)
+            return charged
+
+        return read
+
+
+Clock = WallClock | PriceList
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from transformers.generation import BaseStreamer
 
 from decoding.target.attention import attention_backends
 from tuner.inputs.models import quiet
-from tuner.measuring.clock import WallClock
-from tuner.measuring.contender import Decoded, Prompts, Recorder
+from tuner.measuring.contender import Decoded, Prompts, Recorder, WallClock
 from tuner.measuring.turns import Interleaved
 
 # The model's own settings that are kept: special tokens and drafting. Any other setting could change the tokens.

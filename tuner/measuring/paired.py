@@ -6,12 +6,15 @@ With a batch size above 1 the unit is a batch of prompts, decoded in lockstep bo
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from transformers.generation import TemperatureLogitsWarper, TopPLogitsWarper
 
-from decoding.acceptance import Acceptance, Greedy
+from decoding.acceptance import Acceptance, Greedy, Sampling
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import CostAwareRule, DraftLengthRule, RoundCosts
@@ -19,14 +22,15 @@ from decoding.drafts import Draft
 from decoding.head_folder import HeadFolder
 from decoding.losslessness import Comparison, compare
 from decoding.profile import Decoding
+from decoding.rounds import Prefill
 from decoding.target import Target
+from decoding.text import Ending, LogitsProcessor, Shaping
 from decoding.timing.round_costs import measure_round_costs
 from studies.contract import Candidate
 from studies.measurement import Measurement, PromptSample
 from tuner.measuring.baseline import Baseline
-from tuner.measuring.clock import Clock, WallClock
-from tuner.measuring.contender import PLAIN
-from tuner.measuring.own_decoding import OwnDecoding, SamplingSettings
+from tuner.measuring.contender import PLAIN, Clock, Decoded, Prompts, Recorder, WallClock
+from tuner.measuring.machine import seconds_waited
 from tuner.measuring.turns import WARM_UP_TOKENS, Interleaved, OnSample, PairedBench, Texts
 
 MOST_TIMES_SLOWER = 20
@@ -41,6 +45,86 @@ MOST_KEPT = 6
 
 class FarTooSlowError(Exception):
     """A candidate that is many times slower than plain decoding."""
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How requests are sampled: temperature and nucleus as in `generate`, every sequence with the same seed."""
+
+    temperature: float
+    top_p: float = 1.0
+    seed: int = 0
+
+    def acceptance(self, device: torch.device) -> Sampling:
+        """Return the choice of tokens, with a fresh generator."""
+        return Sampling(torch.Generator(device).manual_seed(self.seed))
+
+    def requests(self, greedy: Sequence[Request], device: torch.device) -> list[Request]:
+        """Return the requests, sampled."""
+        processors: list[LogitsProcessor] = [TemperatureLogitsWarper(self.temperature)]
+        if self.top_p < 1.0:
+            processors.append(TopPLogitsWarper(self.top_p))
+        shaping = Shaping(processors)
+        return [replace(each, acceptance=self.acceptance(device), shaping=shaping) for each in greedy]
+
+
+class OwnDecoding:
+    """A decoder with our own loop and cache; see `Contender`.
+
+    The baseline, named `PLAIN`, is not compared with itself, and by a clock that repeats exactly it decodes a batch only once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        decoder: Decoder,
+        eos_token_ids: frozenset[int],
+        *,
+        description: str = "",
+        settings: Mapping[str, Any] | None = None,
+        sampling: SamplingSettings | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Decode greedily unless `sampling` is given; `clock` is real time unless given."""
+        self.name, self.description, self.settings = name, description, settings or {}
+        self.decoder = decoder
+        self._eos, self._sampling = eos_token_ids, sampling
+        self._clock = clock or WallClock(decoder.target.device)
+        self._known: dict[tuple[object, int], Decoded] = {}
+
+    def prepare(self, batches: Sequence[Prompts], max_new_tokens: int) -> None:
+        """See `Contender.prepare`: every shape of pass that the batches may need runs once."""
+        lengths = [len(prompt) for batch in batches for prompt in batch]
+        for num_sequences in {len(batch) for batch in batches}:
+            self.decoder.prepare(min(lengths), max(lengths) + max_new_tokens, num_sequences)
+
+    def decode(self, prompts: Prompts, max_new_tokens: int) -> Decoded:
+        """See `Contender.decode`. A sampled run is followed by a greedy one, which is not timed."""
+        key = tuple(map(tuple, prompts)), max_new_tokens
+        if key in self._known:
+            return self._known[key]
+        ending = Ending(max_new_tokens, self._eos)
+        greedy = requests = [Request(prompt, ending, Greedy()) for prompt in prompts]
+        if self._sampling is not None:
+            requests = self._sampling.requests(greedy, self.decoder.target.device)
+        before = seconds_waited()
+        recorder = Recorder(self._clock.start(self.decoder.draft), num_sequences=len(requests))
+        for sequence, step in self.decoder.batch_steps(requests):
+            if isinstance(step, Prefill):
+                recorder.put((step.token,), sequence)
+            else:
+                recorder.put(step.tokens, sequence, step)
+        found = recorder.decoded()
+        if self._clock.is_deterministic:  # prices know whole rounds only, and no waiting is charged
+            found = replace(found, drafting_seconds=None, waited_seconds=0.0)
+        elif before is not None:
+            found = replace(found, waited_seconds=max(0.0, (seconds_waited() or 0.0) - before))
+        if self._sampling is not None and self.name != PLAIN:  # two sampled sequences cannot be compared
+            texts = tuple(each.tokens for each in self.decoder.generate_batch(greedy).generations)
+            found = replace(found, texts=texts)
+        if self._clock.is_deterministic and self.name == PLAIN:
+            self._known[key] = found
+        return found
 
 
 class Bench(PairedBench):
@@ -99,22 +183,25 @@ class Bench(PairedBench):
 
         `on_sample` receives every sample as soon as it is complete, and may raise to stop.
         """
-        (measured,) = self.side_by_side([candidate], indices, on_sample)
-        return measured
+        with self._contenders([candidate], indices) as (own,):
+            show = _shown(on_sample)
+            return self.compete(Interleaved([self._plain, own]), indices, show)[own.name]
 
     def side_by_side(
         self, candidates: Sequence[Candidate], indices: Sequence[int], on_sample: OnSample = lambda sample: None
     ) -> list[Measurement]:
-        """Measure several candidates and plain decoding, in turn, on the prompts or batches at `indices`.
+        """Measure several candidates and plain decoding, in turn, as `measure` does.
 
-        Differences between the candidates are then differences on the same prompts at nearly the same time. `on_sample` receives
-        every sample as soon as its prompt was decoded by all, and may raise to stop.
+        Differences between the candidates are then differences on the same prompts at nearly the same time. A sample is shown once
+        its prompt was decoded by all.
         """
+        with self._contenders(candidates, indices) as own:
+            found = self.compete(Interleaved([self._plain, *own]), indices, _shown(on_sample))
+            return [found[each.name] for each in own]
 
-        def show(samples: Mapping[str, PromptSample]) -> None:
-            for sample in samples.values():
-                on_sample(sample)
-
+    @contextmanager
+    def _contenders(self, candidates: Sequence[Candidate], indices: Sequence[int]) -> Iterator[list[OwnDecoding]]:
+        """Yield the candidates as contenders, warmed up like plain decoding. Raises `FarTooSlowError`."""
         own = [self._contender(str(number), self.decoder(each)) for number, each in enumerate(candidates)]
         if not self._clock.is_deterministic:
             for contender in (self._plain, *own):
@@ -122,11 +209,10 @@ class Bench(PairedBench):
             for contender in own:
                 self._refuse_far_too_slow(contender.decoder, indices[0])
         try:
-            found = self.compete(Interleaved([self._plain, *own]), indices, show)
+            yield own
         except torch.OutOfMemoryError:
             self._decoders.clear()  # the next candidate needs the memory more
             raise
-        return [found[each.name] for each in own]
 
     def _contender(self, name: str, decoder: Decoder) -> OwnDecoding:
         eos = self.baseline.ending.eos_token_ids
@@ -221,3 +307,11 @@ class Bench(PairedBench):
 
     def _greedy_requests(self, index: int) -> list[Request]:
         return [Request(prompt, self.baseline.ending, Greedy()) for prompt in self.batch(index)]
+
+
+def _shown(on_sample: OnSample) -> Callable[[Mapping[str, PromptSample]], None]:
+    def show(samples: Mapping[str, PromptSample]) -> None:
+        for sample in samples.values():
+            on_sample(sample)
+
+    return show

@@ -13,7 +13,8 @@ import plotly.graph_objects as go
 from decoding.profile import Interval
 from studies.contract import TrialRecord, TrialState
 from studies.measurement import Measurement
-from tuner.review.document import PROFILE, SearchResult, described, trial_name
+from tuner.measuring.contender import PROFILE
+from tuner.review.document import SearchResult, described, trial_name
 
 BLUE, ORANGE, GREEN, PURPLE, SKY, RED, GREY = (
     *("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"),

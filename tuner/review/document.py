@@ -17,8 +17,8 @@ from tuner.measuring.contender import PLAIN
 from tuner.measuring.machine import MachineNoise
 from tuner.results import Provenance
 
-PROFILE, GENERATE, PROMPT_LOOKUP = "profile", "hf", "hf-prompt-lookup"
-"""Names of the contenders of a `StockComparison`, as in `sdtune bench`."""
+GENERATE, PROMPT_LOOKUP = "hf", "hf-prompt-lookup"
+"""Names of transformers' own ways to generate in a `StockComparison`, as in `sdtune bench`."""
 
 
 class MeasuredCandidate(Document):

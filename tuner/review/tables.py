@@ -13,7 +13,8 @@ from rich.table import Table
 
 from studies.contract import TrialRecord
 from studies.measurement import Measurement, geometric_means
-from tuner.review.document import PROFILE, MeasuredCandidate, SearchResult, StockComparison, StockContender, described
+from tuner.measuring.contender import PROFILE
+from tuner.review.document import MeasuredCandidate, SearchResult, StockComparison, StockContender, described
 from tuner.tables import facts_grid, figures_table, spaced
 from tuner.trial_columns import trial_metrics, trial_params
 
@@ -34,7 +35,7 @@ def results_table(result: SearchResult) -> RenderableType:
     if all(each.end_to_end is not None for each in measured.values()):
         parts.append(_end_to_end_table(measured))
     if categories := _categories(result.confirmed):
-        parts.append(_category_table(measured, categories))
+        parts.append(category_table("By category of prompts", "setting", measured))
     legend = facts_grid()
     legend.add_row(PLAIN_LABEL, PLAIN_DESCRIPTION)
     for each in result.rivals:
@@ -78,7 +79,7 @@ def _decode_table(measured: Mapping[str, Measurement]) -> Table:
             f"{each.plain_tokens_per_second:.1f}",
             f"{each.draft_acceptance_rate:.0%}",
             f"{each.mean_acceptance_length:.2f}",
-            _identical(each.num_identical, each.num_prompts, each.num_ties, "\n"),
+            identical(each.num_identical, each.num_prompts, each.num_ties, "\n"),
         )
     return table
 
@@ -131,21 +132,25 @@ def _categories(measured: Measurement) -> list[str]:
     return [name for name, each in found.items() if len(each.samples) >= FEWEST_SAMPLES] if len(found) > 1 else []
 
 
-def _category_table(measured: Mapping[str, Measurement], categories: Sequence[str]) -> Table:
-    """Return a row per setting and category, and the geometric mean over categories where each has an interval."""
-    table = figures_table("By category of prompts", ("setting", "category"), "count", "decoding", "end to end")
+def category_table(title: str, names: str, measured: Mapping[str, Measurement]) -> Table:
+    """Return a row per name and category with an interval, and the geometric mean over categories where each has one."""
+    table = figures_table(title, (names, "category"), "count", "decoding", "end to end", "accepted")
     for label, each in measured.items():
         of_categories = each.by_category()
-        for name in categories:
-            own = of_categories[name]
-            whole = own.end_to_end
-            cells = f"{own.speedup_interval():.2f}", "" if whole is None else f"{whole.speedup_interval():.2f}"
-            table.add_row(label, name, str(own.num_prompts), *cells)
+        for name, own in of_categories.items():
+            if len(own.samples) >= FEWEST_SAMPLES:
+                whole = None if own.end_to_end is None else own.end_to_end.speedup_interval()
+                cells = f"{own.speedup_interval():.2f}", "" if whole is None else f"{whole:.2f}"
+                table.add_row(label, name, str(own.num_prompts), *cells, accepted(own))
         if (means := geometric_means(of_categories)) is not None:
-            decode, end_to_end = means
-            cells = f"{decode:.2f}", "" if end_to_end is None else f"{end_to_end:.2f}"
-            table.add_row(label, "geometric mean", "", *cells)
+            table.add_row(label, "geometric mean", "", *("" if mean is None else f"{mean:.2f}" for mean in means), "")
     return table
+
+
+def accepted(measurement: Measurement) -> str:
+    """Return the acceptance length, and the rate where the drafts are known."""
+    rate = f" {measurement.draft_acceptance_rate:.0%}" if measurement.num_draft_tokens else ""
+    return f"{measurement.mean_acceptance_length:.2f}{rate}"
 
 
 def _verdicts(measured: Mapping[str, Measurement], categories: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -189,21 +194,21 @@ def final_rows(result: SearchResult) -> Iterator[FinalRow]:
             f"{measured.draft_tokens_per_second:.1f}",
             f"{measured.plain_tokens_per_second:.1f}",
             f"{measured.draft_acceptance_rate:.0%}",
-            _identical(measured.num_identical, measured.num_prompts, measured.num_ties),
+            identical(measured.num_identical, measured.num_prompts, measured.num_ties),
         )
         yield FinalRow(rival.trial, description(rival, result.winner), cells, won=rival is result.winner)
     if result.comparison is None:
         return
     plain = f"{result.comparison.plain_tokens_per_second.value:.1f}"
     for name, each in result.comparison.contenders.items():
-        identical = _identical(each.identical, each.texts, each.ties)
-        rate = f"{each.tokens_per_second.value:.1f}"
-        cells = f"{each.over_plain}", f"{each.end_to_end_over_plain}", rate, plain, "", identical
+        rate, equal = f"{each.tokens_per_second.value:.1f}", identical(each.identical, each.texts, each.ties)
+        cells = f"{each.over_plain}", f"{each.end_to_end_over_plain}", rate, plain, "", equal
         yield FinalRow(name, each.description, cells, is_stock=True)
 
 
-def _identical(identical: int, count: int, ties: int, separator: str = " ") -> str:
-    return f"{identical}/{count}" + (f"{separator}+ {ties} ties" if ties else "")
+def identical(number: int, count: int, ties: int, separator: str = " ") -> str:
+    """Return how many of the sequences are identical to plain decoding's, and how many differ at ties."""
+    return f"{number}/{count}" + (f"{separator}+ {ties} tie{'s' if ties > 1 else ''}" if ties else "")
 
 
 def samples_csv(measured: Iterable[MeasuredCandidate]) -> str:

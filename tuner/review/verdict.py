@@ -12,7 +12,8 @@ import numpy as np
 from decoding.profile import DraftProfile, Interval
 from studies.measurement import Measurement
 from studies.ratios import Ratio
-from tuner.review.document import PROFILE, SearchResult, StockComparison, described
+from tuner.measuring.contender import PROFILE
+from tuner.review.document import SearchResult, StockComparison, described
 
 FEW_PROMPTS = 12
 """Held-out prompts, or batches, below which the verdict says that an interval over them is rough."""

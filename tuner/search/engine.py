@@ -1,8 +1,7 @@
 """A search that deploys to an engine: trials in this process by the engine's rules; heat, race and confirmation in the engine.
 
 Trials choose the drafts. What the engine's passes cost is not known before, so in the heat, on a few prompts, each draft model
-enters with other lengths too, and the engine's own lookups in any case. The first of these that are measured tell what drafting
-costs, and then plain texts predict all of them (`tuner.engines.lookup_replay`).
+enters with other lengths too, and the engine's own lookups in any case.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from typing import TYPE_CHECKING
 from decoding.profile import EngineFacts
 from studies.contract import ORIGIN, Candidate, TrialRecord, TrialState
 from tuner.engines.bench import EngineBench, EngineServers
-from tuner.engines.candidates import CandidateExports, EngineRules, other_lengths, own_lookups, predictable_lookups
+from tuner.engines.candidates import CandidateExports, EngineRules, other_lengths, own_lookups
 from tuner.engines.contract import ServerSettings, find_engine
-from tuner.engines.lookup_replay import LookupPrices, lookup_prices, replay_lookup
 from tuner.errors import ConfigError, EngineError, ExportError
 from tuner.export.engines.registry import load_engine
 from tuner.export.run import model_folder_of
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
     from tuner.engines.contract import EngineProgram
     from tuner.inputs.models import Loaded
     from tuner.measuring.paired import Bench
-    from tuner.measuring.turns import Measuring, OnSample
     from tuner.progress import Progress
     from tuner.search.task import Task
 
@@ -43,10 +40,6 @@ HEAT = 2
 """Prompts of the heat: a sample of each order, plain first and draft first."""
 HOPELESS = 0.9
 """A draft model does not race if it was slower than this in the heat, and slower than plain decoding on each prompt."""
-MOST_PREDICTED = 2
-"""Predicted lookups that are measured: the engine may refuse one, or write another text."""
-MOST_LOOKUPS = 1
-"""Lookups that race where their speed-ups are predicted: those predictions know more texts than the race, and no noise."""
 
 
 @dataclass(frozen=True)
@@ -84,35 +77,8 @@ def restricted(config: SearchConfig) -> SearchConfig:
     return config.model_copy(update={"studies": studies, "prefix_reuse": False})
 
 
-class RuledBench:
-    """A bench that measures only what an engine runs as it is; see `Measuring`."""
-
-    def __init__(self, bench: Measuring, rules: EngineRules) -> None:
-        self._bench, self._rules = bench, rules
-
-    @property
-    def indices(self) -> Sequence[int]:
-        """Indices of the measurable prompts."""
-        return self._bench.indices
-
-    def measure(
-        self, candidate: Candidate, indices: Sequence[int], on_sample: OnSample = lambda sample: None
-    ) -> Measurement:
-        """Measure a candidate at these indices; raise `ExportError` for one that the engine runs otherwise or not at all."""
-        self._rules.check(candidate)
-        return self._bench.measure(candidate, indices, on_sample)
-
-    def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:
-        """Return the candidate with its rule warmed up; see `measure`."""
-        self._rules.check(candidate)
-        return self._bench.warm_up_rule(candidate, indices)
-
-
 def heat_seconds(program: EngineProgram, pair_seconds: float) -> float:
-    """Return the seconds of the shortest heat, where a sample takes `pair_seconds`: the engine's own lookups and the best draft.
-
-    What is predicted from them is measured if time is left.
-    """
+    """Return the seconds of the shortest heat, where a sample takes `pair_seconds`: the engine's own lookups and the best draft."""
     least = (len(own_lookups()) if program.starts_at_once else 1) + 1
     start = program.usual_start_seconds
     return start + least * (start + pair_seconds * HEAT)
@@ -227,21 +193,11 @@ class Heat:
 
     def entrants(self, count: int) -> list[TrialRecord]:
         """Return up to `count` candidates to race: the best of each draft model that has a chance, and the best lookups."""
-        prices = self._prices()
-
-        def rank(each: tuple[TrialRecord, Measurement]) -> tuple[bool, float]:
-            record, measurement = each
-            return not measurement.is_lossless, -(self._predicted(record.candidate, prices) or measurement.speedup)
-
         with_a_chance = [each for each in self.measured if not _is_hopeless(*each)] or self.measured
-        ranked = [record for record, _ in sorted(with_a_chance, key=rank)]
-        chosen = _best_of_each(ranked, count)
-        for record in ranked:
-            lookups = sum(not each.candidate.draft.runs_model for each in chosen)
-            is_one_too_many = prices is not None and not record.candidate.draft.runs_model and lookups >= MOST_LOOKUPS
-            if len(chosen) < count and record not in chosen and not is_one_too_many:
-                chosen.append(record)
-        return chosen
+        ranked = sorted(with_a_chance, key=lambda each: (not each[1].is_lossless, -each[1].speedup))
+        chosen = _best_of_each([record for record, _ in ranked], count)
+        others = [record for record, _ in ranked if record not in chosen]
+        return [*chosen, *others][:count]
 
     def _drafts(self, best: Sequence[TrialRecord]) -> list[TrialRecord]:
         """Return the drafts of the trials as the engine runs them, each once."""
@@ -255,16 +211,16 @@ class Heat:
     def _own_lookups(self) -> list[TrialRecord]:
         """Return the engine's own lookups that are measured in any case; one where a server takes long to start."""
         own = own_lookups() if self.program.starts_at_once else own_lookups()[1:2]
-        return [self._of_engine(number, candidate) for number, candidate in enumerate(own)]
-
-    def _of_engine(self, number: int, candidate: Candidate) -> TrialRecord:
-        return TrialRecord(
-            study=self.rules.name,
-            number=number,
-            state=TrialState.COMPLETE,
-            candidate=self.rules.as_run(candidate),
-            notes={ORIGIN: f"{self.program.title}'s own lookup"},
-        )
+        return [
+            TrialRecord(
+                study=self.rules.name,
+                number=number,
+                state=TrialState.COMPLETE,
+                candidate=self.rules.as_run(candidate),
+                notes={ORIGIN: f"{self.program.title}'s own lookup"},
+            )
+            for number, candidate in enumerate(own)
+        ]
 
     def _other_lengths(self, records: Sequence[TrialRecord]) -> dict[str, list[TrialRecord]]:
         """Return other draft lengths of each record, by its key; none where a server takes long to start."""
@@ -286,50 +242,14 @@ class Heat:
         lookups: Sequence[TrialRecord],
         others: Mapping[str, Sequence[TrialRecord]],
     ) -> Iterator[TrialRecord]:
-        """Yield lookups, the best draft, predicted lookups, the other drafts, and other lengths, those of the fastest draft first.
+        """Yield lookups, the drafts, the best first, and other lengths, those of the fastest draft first.
 
         Lookups cost no draft model, so in an engine they are the likeliest to pay: a short heat must have tried them.
         """
         yield from lookups
-        yield from drafts[:1]
-        yield from self._best_predicted(len(lookups))
-        yield from drafts[1:]
+        yield from drafts
         for record, _ in sorted(self.measured, key=lambda each: -each[1].speedup):
             yield from others.get(record.candidate.key, ())
-
-    def _best_predicted(self, number: int) -> Iterator[TrialRecord]:
-        """Yield the lookups that are predicted to be the fastest of all, which get numbers from `number` on."""
-        if not self.program.starts_at_once or (prices := self._prices()) is None:
-            return
-        ranked = sorted(predictable_lookups(), key=lambda each: -(self._predicted(each, prices) or 0.0))
-        best, fastest = ranked[0], self._predicted(ranked[0], prices)
-        self.progress.say(
-            f"lookups: a round with a draft costs {prices.per_round:.2f} passes more than plain decoding, and "
-            f"{prices.per_token:.2f} per drafted token; of {len(ranked)} lookups, {best.draft.describe()} with "
-            f"{best.draft_length.describe()} is predicted to be the fastest: {fastest:.2f}x on {len(self.bench.texts)} texts"
-        )
-        for offset, candidate in enumerate(ranked[:MOST_PREDICTED]):
-            yield self._of_engine(number + offset, candidate)
-
-    def _prices(self) -> LookupPrices | None:
-        """Return what drafting costs in the engine, by the lookups measured so far; None if none of them drafted."""
-        alone = [measurement for record, measurement in self.measured if _length_of_ngrams(record.candidate)]
-        return lookup_prices(alone)
-
-    def _predicted(self, candidate: Candidate, prices: LookupPrices | None) -> float | None:
-        """Return a lookup's predicted speed-up on the tuning prompts; None for other drafts, and without prices."""
-        ngram = _length_of_ngrams(candidate)
-        if prices is None or ngram is None:
-            return None
-        return prices.speedup(replay_lookup(self.bench.texts, ngram=ngram, most=candidate.draft_length.max_tokens))
-
-
-def _length_of_ngrams(candidate: Candidate) -> int | None:
-    """Return the length of the n-grams of a lookup alone; None for other drafts, and for lookups of several lengths."""
-    copying = candidate.draft.copying
-    if copying is None or copying.ngram_lengths is None or len(set(copying.ngram_lengths)) > 1:
-        return None
-    return copying.ngram_lengths[0]
 
 
 def _is_hopeless(record: TrialRecord, measurement: Measurement) -> bool:

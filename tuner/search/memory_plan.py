@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -12,7 +13,7 @@ from decoding.cache.rounds_cache import MemoryLimits
 from decoding.drafts import BitWidth
 from decoding.head_folder import MAX_LOADED
 from studies.prediction.survey import DEPTH
-from tuner.config import DistillSettings, SearchConfig
+from tuner.config import SearchConfig
 from tuner.heads.limits import bytes_per_head, heads_that_fit, shared_bytes
 from tuner.inputs.memory import USABLE, ModelSize, free_bytes, gigabytes, refuse_too_large, size_of_checkpoint
 from tuner.inputs.models import resolve_device
@@ -28,90 +29,80 @@ NUM_CACHES = 2
 
 
 @dataclass(frozen=True)
-class Workload:
-    """What decides, beside the model, how much memory a search takes."""
-
-    prompt_tokens: int
-    new_tokens: int
-    batch_size: int
-    num_surveyed: int
-    """Sequences that drafts are predicted on; 0 without predictions."""
-    num_distilled: int
-    """Exit heads to distil."""
-    distillation: DistillSettings
-    bits: tuple[BitWidth, ...] = ()
-    """Precisions of quantised drafts, whose weights are copies beside the model's."""
-
-    @classmethod
-    def of(cls, config: SearchConfig, size: ModelSize) -> Workload:
-        """Return the workload of a search, as far as its settings say; all heads that its studies want count as missing."""
-        settings = [config.study_settings(name) for name in config.study]
-        wanted = {layer for each in settings for layer in each.wanted_heads(size.num_layers)}
-        return cls(
-            prompt_tokens=config.max_prompt_tokens or PROMPT_TOKENS,
-            new_tokens=config.max_new_tokens,
-            batch_size=config.batch_size,
-            num_surveyed=max(_num_surveyed(each, config) for each in settings),
-            num_distilled=len(wanted) if config.distill == "auto" else 0,
-            distillation=config.distillation,
-            bits=config.wanted_bits(resolve_device(config.device)),
-        )
-
-
-@dataclass(frozen=True)
 class MemoryPlan:
-    """Estimated bytes of a search on a device."""
+    """Estimated bytes of a search on a device, as far as its settings say; all heads that its studies want count as missing."""
 
     size: ModelSize
-    work: Workload
+    config: SearchConfig
     free: int | None
     """Free memory of the device; None if it is unknown."""
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the longest prompt."""
+        return self.config.max_prompt_tokens or PROMPT_TOKENS
+
+    @cached_property
+    def num_surveyed(self) -> int:
+        """Sequences that drafts are predicted on; 0 without predictions."""
+        return max(_num_surveyed(self.config.study_settings(name), self.config) for name in self.config.study)
+
+    @cached_property
+    def num_distilled(self) -> int:
+        """Exit heads to distil."""
+        settings = [self.config.study_settings(name) for name in self.config.study]
+        wanted = {layer for each in settings for layer in each.wanted_heads(self.size.num_layers)}
+        return len(wanted) if self.config.distill == "auto" else 0
+
+    @cached_property
+    def bits(self) -> tuple[BitWidth, ...]:
+        """Precisions of quantised drafts, whose weights are copies beside the model's."""
+        return self.config.wanted_bits(resolve_device(self.config.device))
+
+    @property
     def cache(self) -> int:
         """Bytes of the key-value caches of decoding."""
-        return NUM_CACHES * self.work.batch_size * self._context * self.size.cache_bytes
+        return NUM_CACHES * self.config.batch_size * self._context * self.size.cache_bytes
 
     @property
     def heads(self) -> int:
         """Bytes of the exit heads that are loaded at a time."""
-        return min(self.work.num_distilled, MAX_LOADED) * self.size.block_parameters * self.size.dtype.itemsize
+        return min(self.num_distilled, MAX_LOADED) * self.size.block_parameters * self.size.dtype.itemsize
 
     @property
     def quantised(self) -> int:
         """Most bytes of quantised weights: all blocks and the LM head in every precision at a time, as costs are measured."""
         size = self.size
         num_weights = size.num_layers * size.block_parameters + size.vocabulary * size.hidden_size
-        return round(num_weights * sum(BYTES_PER_WEIGHT[bits] for bits in self.work.bits))
+        return round(num_weights * sum(BYTES_PER_WEIGHT[bits] for bits in self.bits))
 
     @property
     def survey(self) -> int:
         """Most bytes of the surveys: contexts, states of exits, and distributions in float32."""
-        size, work, limits = self.size, self.work, MemoryLimits.beside(self.size.weight_bytes)
-        num_rounds = work.num_surveyed * -(-work.new_tokens // DEPTH)
+        size, new_tokens, limits = self.size, self.config.max_new_tokens, MemoryLimits.beside(self.size.weight_bytes)
+        num_rounds = self.num_surveyed * -(-new_tokens // DEPTH)
         rows = num_rounds * (self._context + DEPTH) * size.cache_bytes
         if rows > limits.kept:
-            contexts = work.num_surveyed * self._context * size.cache_bytes
+            contexts = self.num_surveyed * self._context * size.cache_bytes
             rows = contexts + min(limits.gathered, rows // size.num_layers)
-        num_states = (size.num_layers - 1) * work.num_surveyed * self._context
+        num_states = (size.num_layers - 1) * self.num_surveyed * self._context
         states = min(limits.kept, num_states * size.hidden_size * size.dtype.itemsize)
-        kept_and_drafted = work.num_surveyed * work.new_tokens * size.vocabulary * (4 + size.dtype.itemsize)
-        compared = 3 * work.new_tokens * size.vocabulary * 4
+        kept_and_drafted = self.num_surveyed * new_tokens * size.vocabulary * (4 + size.dtype.itemsize)
+        compared = 3 * new_tokens * size.vocabulary * 4
         return (rows + states + kept_and_drafted + compared) if num_rounds else 0
 
     @property
     def heads_at_once(self) -> int:
         """Heads that are distilled at a time."""
-        work = self.work
-        given = work.distillation.heads_at_once
+        settings = self.config.distillation
         free = None if self.free is None else max(0, self.free - self.size.weight_bytes)
-        fit = given or heads_that_fit(self.size, work.prompt_tokens, work.distillation, free)
-        return min(work.num_distilled, fit or work.num_distilled)
+        fit = settings.heads_at_once or heads_that_fit(self.size, self.prompt_tokens, settings, free)
+        return min(self.num_distilled, fit or self.num_distilled)
 
     @property
     def distillation(self) -> int:
         """Bytes of distilling as many heads as fit at a time."""
-        arguments = self.size, self.work.prompt_tokens, self.work.distillation
+        arguments = self.size, self.prompt_tokens, self.config.distillation
         return self.heads_at_once * bytes_per_head(*arguments) + shared_bytes(*arguments) if self.heads_at_once else 0
 
     @property
@@ -121,7 +112,7 @@ class MemoryPlan:
 
     @property
     def _context(self) -> int:
-        return self.work.prompt_tokens + self.work.new_tokens
+        return self.prompt_tokens + self.config.max_new_tokens
 
     def verdict(self) -> str:
         """Return whether the search fits, in a few words."""
@@ -143,7 +134,7 @@ class MemoryPlan:
 def plan_memory(config: SearchConfig) -> MemoryPlan:
     """Return the plan of a search; reads the model's config.json only."""
     size = size_of_checkpoint(config.model, revision=config.revision, dtype=config.dtype, device=config.device)
-    return MemoryPlan(size, Workload.of(config, size), free_bytes(config.device))
+    return MemoryPlan(size, config, free_bytes(config.device))
 
 
 def memory_table(plan: MemoryPlan) -> RenderableType:
@@ -169,24 +160,24 @@ def search_time(config: SearchConfig) -> str:
 
 def _rows(plan: MemoryPlan) -> Iterator[tuple[str, int, str]]:
     """Yield the name, bytes and note of each part that takes memory."""
-    size, work = plan.size, plan.work
+    size, config = plan.size, plan.config
     precision = str(size.dtype).removeprefix("torch.")
     yield "weights", size.weight_bytes, f"{size.num_parameters:,} parameters in {precision}"
-    context = f"{work.prompt_tokens} + {work.new_tokens} tokens"
-    yield "cache", plan.cache, f"{NUM_CACHES} x {work.batch_size} sequences of {context}"
+    context = f"{plan.prompt_tokens} + {config.max_new_tokens} tokens"
+    yield "cache", plan.cache, f"{NUM_CACHES} x {config.batch_size} sequences of {context}"
     if plan.heads:
         yield (
             "exit heads",
             plan.heads,
-            f"{min(work.num_distilled, MAX_LOADED)} of {work.num_distilled} loaded at a time",
+            f"{min(plan.num_distilled, MAX_LOADED)} of {plan.num_distilled} loaded at a time",
         )
     if plan.quantised:
-        precisions = " and ".join(f"int{bits}" for bits in work.bits)
+        precisions = " and ".join(f"int{bits}" for bits in plan.bits)
         yield "quantised drafts", plan.quantised, f"copies of the blocks' weights and the LM head in {precisions}"
     if plan.survey:
-        yield "surveys", plan.survey, f"up to {work.num_surveyed} sequences"
+        yield "surveys", plan.survey, f"up to {plan.num_surveyed} sequences"
     if plan.distillation:
-        note = f"{work.num_distilled} heads, {plan.heads_at_once} at a time; not together with cache and surveys"
+        note = f"{plan.num_distilled} heads, {plan.heads_at_once} at a time; not together with cache and surveys"
         yield "distillation", plan.distillation, note
 
 

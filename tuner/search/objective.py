@@ -58,14 +58,16 @@ class Trials:
         limit: TrialTime | None = None,
         on_record: Callable[[TrialRecord], None] = lambda record: None,
         measuring: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        check: Callable[[Candidate], None] = lambda candidate: None,
     ) -> None:
         """`most` counts the trials of all processes, `patience` those without a better speed-up; both count stored ones.
 
-        `on_record` gets the records made here. `measuring` makes the context that a measurement runs in.
+        `on_record` gets the records made here. `measuring` makes the context that a measurement runs in. `check` raises for a
+        candidate that is not to be measured.
         """
         self._sampler, self._stored, self._bench, self._indices = sampler, stored, bench, indices
         self._most, self._patience, self._limit = most, patience, limit
-        self._on_record, self._measuring = on_record, measuring
+        self._on_record, self._measuring, self._check = on_record, measuring, check
         self._since = time.perf_counter()
         """When this process began to learn from the last trial, and to choose the next candidate."""
         with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
@@ -198,6 +200,7 @@ class Trials:
 
         state, reason = TrialState.COMPLETE, None
         try:
+            self._check(candidate)
             with self._measuring():
                 # In production an adaptive rule starts warmed up, so it is warmed up before it is measured.
                 warmed_up = self._bench.warm_up_rule(candidate, self._indices[:NUM_WARM_UP])

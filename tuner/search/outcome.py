@@ -37,11 +37,12 @@ from studies.measurement import Measurement
 from tuner.config import SearchConfig
 from tuner.errors import SearchError, without_password
 from tuner.inputs.models import target_identity
+from tuner.measuring.contender import PROFILE
 from tuner.measuring.machine import MachineNoise
 from tuner.measuring.paired import Bench
 from tuner.registry import log_profile
 from tuner.results import device_name, git_revision, versions
-from tuner.review.document import PROFILE, MeasuredCandidate, SearchResult, StockComparison, TextPair
+from tuner.review.document import MeasuredCandidate, SearchResult, StockComparison, TextPair
 from tuner.review.markdown import search_note, texts_page
 from tuner.review.page import report_page
 from tuner.review.tables import samples_csv, trials_csv

@@ -7,8 +7,8 @@ same search on one storage: each runs trials, and the one that is first at their
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,7 +82,8 @@ def search(task: Task, progress: Progress) -> SearchResult:
                 return _shown(task, *finished, progress)
             with clock.stage(Stage.WRITING):
                 tracker = open_tracker(task, store)
-        return _tracked(task, store, tracker, progress)
+        with _closing(tracker, task, store):
+            return _searched(task, store, tracker, progress)
     except FAILURES as cause:
         raise unusable(task.config.storage, cause) from None
     except TrackingError:
@@ -93,11 +94,12 @@ def search(task: Task, progress: Progress) -> SearchResult:
         store.close()
 
 
-def _tracked(task: Task, store: StudyStore, tracker: Tracker, progress: Progress) -> SearchResult:
-    """Run a search whose run in MLflow is open, and close that."""
+@contextmanager
+def _closing(tracker: Tracker, task: Task, store: StudyStore) -> Iterator[None]:
+    """Close the run of a search in MLflow when the context ends, by how it ends."""
     clock = task.budget.clock
     try:
-        result = _searched(task, store, tracker, progress)
+        yield
         stages = {f"seconds/{stage.name.lower()}": seconds for stage, seconds in clock.seconds().items()}
         tracker.log_figures({**stages, "seconds/total": clock.elapsed}, {})
     except KeyboardInterrupt:
@@ -109,7 +111,6 @@ def _tracked(task: Task, store: StudyStore, tracker: Tracker, progress: Progress
             tracker.close("FAILED")
         raise
     tracker.close("FINISHED")
-    return result
 
 
 def _searched(task: Task, store: StudyStore, tracker: Tracker, progress: Progress) -> SearchResult:

@@ -13,13 +13,12 @@ from decoding.decoder import plain_decoder
 from studies.contract import Candidate
 from studies.measurement import Measurement, PromptSample
 from tuner.measuring.comparison import FEWEST_SAMPLES, Compared, Phase
-from tuner.measuring.contender import PLAIN, Contender
+from tuner.measuring.contender import PLAIN, PROFILE, Contender
 from tuner.measuring.generation import ONE_SEQUENCE, stock_generate, stock_prompt_lookup
-from tuner.measuring.own_decoding import OwnDecoding
-from tuner.measuring.paired import Bench
+from tuner.measuring.paired import Bench, OwnDecoding
 from tuner.measuring.turns import Interleaved
 from tuner.progress import Progress
-from tuner.review.document import GENERATE, PROFILE, PROMPT_LOOKUP, StockComparison, StockContender
+from tuner.review.document import GENERATE, PROMPT_LOOKUP, StockComparison, StockContender
 from tuner.search.budget import OutOfTimeError
 from tuner.search.task import Task
 

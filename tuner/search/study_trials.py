@@ -1,31 +1,36 @@
-"""The studies of a search, one after another: each gets an equal share of the time left."""
+"""The studies of a search, one after another: the problem of each, and its equal share of the time left."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from uuid import uuid4
 
 import optuna
 
 from decoding.drafts import EarlyExit
-from studies.contract import StudySettings, TrialRecord, best_trials
+from decoding.lockstep import shared_batch_size
+from studies.contract import Problem, StudySettings, TrialRecord, best_trials
+from studies.costs.table import CostTable
 from studies.samplers import load_sampler
 from studies.samplers.contract import StudySampler
 from tuner.errors import ConfigError
 from tuner.freed_memory import freed_blocks_kept, large_blocks_given_back
+from tuner.measuring.cost_table import cost_table
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 from tuner.search.budget import TrialTime
-from tuner.search.engine import RuledBench
 from tuner.search.objective import Trials
-from tuner.search.problem import build_problem
 from tuner.search.storage import CONFIGURATION, StoredStudy, StudyStore
 from tuner.search.task import Task
 from tuner.stage_clock import Stage
 from tuner.tracking import Tracker
 
 RUN_ID = "mlflow_run_id"
+COSTS_SHARE = 0.1
+"""Share of a study's time after which a cost table of a disturbed machine is not measured for longer."""
 
 
 @dataclass
@@ -64,13 +69,14 @@ class StudyRuns:
                 trials = Trials(
                     sampler,
                     stored,
-                    self.bench if deployment is None else RuledBench(self.bench, deployment.rules),
+                    self.bench,
                     self.bench.indices[: self.task.config.samples_per_trial],
                     most=most,
                     patience=settings.idle_limit,
                     limit=self._time(until, stored.records if name == names[-1] else self.store.records),
                     on_record=self._keep,
                     measuring=lambda: clock.stage(Stage.TRIALS),
+                    check=(lambda candidate: None) if deployment is None else deployment.rules.check,
                 )
                 _, why = trials.run()
             self.ended[name] = "; ".join([why, *sampler.remarks()])
@@ -127,3 +133,66 @@ class StudyRuns:
                 self.tracker.log_history({len(records): {"best_speedup": best[0].speedup or 0.0}})
         self.progress.trial(record, best[0] if best else None)
         self.note_time()
+
+
+def build_problem(
+    task: Task,
+    heads: Mapping[int, EarlyExit],
+    bench: Bench,
+    records: Iterable[TrialRecord],
+    seconds: float | None,
+    progress: Progress,
+    *,
+    costs_folder: Path | None = None,
+) -> Problem:
+    """Return the problem of a study on the tuning prompts of `bench`, after the trials of `records`.
+
+    `seconds` is the search time that the study may use; `costs_folder` overrides the folder in which measured costs are kept.
+    """
+    earlier: dict[str, list[TrialRecord]] = {}
+    for record in records:
+        earlier.setdefault(record.study, []).append(record)
+
+    def costs(max_tokens: int) -> CostTable:
+        return _costs(task, bench, max_tokens, seconds, progress, costs_folder)
+
+    return Problem(
+        target=task.target,
+        prompts=bench.prompts,
+        continuations=bench.continuations,
+        earlier=earlier,
+        seed=task.config.seed,
+        batch_size=bench.batch_size,
+        decoding=task.decoding,
+        head_drafts=heads,
+        feature_draft=task.feature_draft,
+        heads=task.head_folder,
+        costs=costs,
+        seconds=seconds,
+        accepts=(lambda draft: True) if task.deployment is None else task.deployment.rules.accepts,
+    )
+
+
+def _costs(
+    task: Task, bench: Bench, max_tokens: int, seconds: float | None, progress: Progress, folder: Path | None
+) -> CostTable:
+    """Return the costs of passes on this device, measured unless they are stored, and say what they are."""
+    lengths = [len(prompt) for prompt in bench.prompts]
+    with task.budget.clock.stage(Stage.COSTS):
+        table = cost_table(
+            task.target,
+            max_tokens=max_tokens,
+            contexts=tuple(sorted({min(lengths), max(lengths) + bench.max_new_tokens})),
+            progress=progress,
+            num_sequences=task.config.batch_size,
+            bits=task.config.wanted_bits(task.target.device),
+            folder=folder,
+            most_seconds=math.inf if seconds is None else COSTS_SHARE * seconds,
+            seed=task.config.seed,
+        )
+    task.watch.note_cost_error(table.error.median)
+    decode_in_lockstep = shared_batch_size(task.target, task.config.batch_size)
+    progress.say(
+        f"{f'{decode_in_lockstep} sequences in lockstep: ' if decode_in_lockstep > 1 else ''}{table.describe()}"
+    )
+    return table

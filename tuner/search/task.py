@@ -27,7 +27,7 @@ from tuner.inputs.models import Loaded, eos_token_ids, load, target_identity
 from tuner.inputs.prompts import Prompt, PromptSet, search_prompts
 from tuner.inputs.rows import open_rows
 from tuner.measuring.baseline import decode_baseline
-from tuner.measuring.clock import PriceList, WallClock
+from tuner.measuring.contender import PriceList, WallClock
 from tuner.measuring.machine import MachineWatch
 from tuner.measuring.paired import MOST_KEPT, Bench
 from tuner.output_paths import check_folder_writable, check_writable

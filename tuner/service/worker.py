@@ -29,7 +29,7 @@ from tuner.service.workers import BEAT_SECONDS
 
 if TYPE_CHECKING:
     from studies.contract import TrialRecord
-    from tuner.measuring.clock import PriceList
+    from tuner.measuring.contender import PriceList
     from tuner.review.document import SearchResult
 
 OUTAGES = (StorageOutageError, TrackingOutageError, sa.exc.OperationalError)

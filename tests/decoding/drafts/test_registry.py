@@ -22,7 +22,7 @@ from decoding.drafts import (
     SuffixDraft,
     SuffixLookup,
 )
-from studies.prediction.contract import DraftPredictor
+from studies.prediction.predictors import DraftPredictor
 from tests.support.tiny import tiny_target
 
 DRAFTS: list[Draft] = [

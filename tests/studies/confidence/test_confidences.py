@@ -19,7 +19,6 @@ from studies.confidence.confidences import (
     CONFIDENCES,
     ConfidenceName,
     Excerpt,
-    block_scores,
     joint_scores,
     logit_lens_entropy,
     sublayer_entropy,
@@ -97,7 +96,7 @@ def test_published_scores_round_each_branch_and_their_sum() -> None:
     parts = sublayer_entropy(target, torch.tensor([window]), torch.tensor([before])).astype(np.float16)
     values = (parts[:, 0] + parts[:, 1])[1:5]
     expected = (values - values.mean()) / np.float16(float(values.std()) + 1e-6)
-    scores = block_scores("sublayer_entropy", target, window, before=before)
+    scores = joint_scores("sublayer_entropy", target, [Excerpt(tuple(before), tuple(window))])
     assert scores.dtype == np.float16
     assert scores.tolist() == expected.tolist()
 

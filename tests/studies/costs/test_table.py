@@ -139,12 +139,12 @@ def test_a_head_costs_as_much_as_the_last_block() -> None:
 
 def test_each_kind_of_sublayer_has_its_own_cost() -> None:
     table = known_table(MIXED)
-    assert table.sublayer_seconds(0, "attention", context=64) == pytest.approx(2.5, rel=1e-6)
-    assert table.sublayer_seconds(2, "attention", context=64) == pytest.approx(5.0, rel=1e-6)
-    assert table.sublayer_seconds(2, "attention", context=256) == pytest.approx(8.0, rel=1e-6)
-    assert table.sublayer_seconds(0, "mlp", context=64) == pytest.approx(3.0, rel=1e-6)
-    assert table.sublayer_seconds(1, "mlp", context=64) == pytest.approx(9.0, rel=1e-6)
-    assert table.block_seconds(1, context=64) == pytest.approx(0.4 + 2.5 + 9.0, rel=1e-6)
+    assert table.saved_seconds(LayerSkip(skip_attention=(0,)), context=64) == pytest.approx(2.5, rel=1e-6)
+    assert table.saved_seconds(LayerSkip(skip_attention=(2,)), context=64) == pytest.approx(5.0, rel=1e-6)
+    assert table.saved_seconds(LayerSkip(skip_attention=(2,)), context=256) == pytest.approx(8.0, rel=1e-6)
+    assert table.saved_seconds(LayerSkip(skip_mlp=(0,)), context=64) == pytest.approx(3.0, rel=1e-6)
+    assert table.saved_seconds(LayerSkip(skip_mlp=(1,)), context=64) == pytest.approx(9.0, rel=1e-6)
+    assert table.saved_seconds(LayerSkip.blocks((1,)), context=64) == pytest.approx(0.4 + 2.5 + 9.0, rel=1e-6)
 
 
 def test_round_costs_are_in_plain_passes() -> None:

@@ -14,7 +14,7 @@ from decoding.target import Target
 from decoding.target.states import sublayer_outputs
 from decoding.text import Ending
 from studies.confidence.selection import select_from_scores, standardise
-from studies.prediction.confident import LAMBDAS, MOST_SEQUENCES, WINDOW, confident_skips
+from studies.prediction.proposals import LAMBDAS, MOST_SEQUENCES, WINDOW, confident_skips
 from studies.prediction.survey import Survey
 from tests.support.tiny import tiny_target
 
@@ -48,14 +48,14 @@ def test_confidences_are_read_after_the_prompt_and_all_earlier_tokens() -> None:
     survey = surveyed(target, 1)
     scores = standardise(in_context(target, *survey.written[0]), "unrounded")
     expected = {tuple(select_from_scores(scores, lam=lam, num_layers=NUM_LAYERS, form="unrounded")) for lam in LAMBDAS}
-    found = {each.blocks for each in confident_skips(survey).sets}
-    assert expected - {()} <= found
+    sets, _ = confident_skips(survey)
+    assert expected - {()} <= sets.keys()
 
 
 def test_both_confidences_and_the_whole_range_of_lambda_propose() -> None:
-    found = confident_skips(surveyed(tiny_target(NUM_LAYERS)))
-    origins = [each.origin.describe() for each in found.sets]
-    assert found.remarks == ()
+    sets, remarks = confident_skips(surveyed(tiny_target(NUM_LAYERS)))
+    origins = list(sets.values())
+    assert remarks == []
     assert any("sublayer_entropy, lambda" in origin for origin in origins)
     assert any("logit_lens_entropy, lambda" in origin for origin in origins)
     lambdas = {float(origin.rsplit(" ", 1)[1].rstrip(")")) for origin in origins}
@@ -81,8 +81,8 @@ def test_a_model_without_separate_mlps_gets_the_other_confidence_and_a_remark() 
         vocab_size=64, hidden_size=16, ffn_dim=32, num_hidden_layers=8, num_attention_heads=2, word_embed_proj_dim=16
     )
     torch.manual_seed(0)
-    found = confident_skips(surveyed(Target(OPTForCausalLM(config).eval()), 2))
-    assert found.sets
-    assert all("logit_lens_entropy" in each.origin.detail for each in found.sets)
-    assert len(found.remarks) == 1
-    assert "no sets of ConfLayers by sublayer_entropy: block 0 has no separate mlp module" in found.remarks[0]
+    sets, remarks = confident_skips(surveyed(Target(OPTForCausalLM(config).eval()), 2))
+    assert sets
+    assert all("logit_lens_entropy" in origin for origin in sets.values())
+    assert len(remarks) == 1
+    assert "no sets of ConfLayers by sublayer_entropy: block 0 has no separate mlp module" in remarks[0]

@@ -12,7 +12,7 @@ from decoding.decoder import plain_decoder
 from decoding.target import BlockView, Target
 from decoding.target.states import exit_states
 from decoding.text import Ending
-from studies.prediction.cosine import cosine_skips
+from studies.prediction.proposals import cosine_skips
 from studies.prediction.survey import Survey
 from tests.support.families import SUPPORTED, some_tokens, target_of
 from tests.support.tiny import tiny_target

@@ -16,15 +16,18 @@ from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import Target
 from decoding.text import Ending
-from studies.prediction.lockstep_cost import (
+from studies.prediction.predictor import Predictor
+from studies.prediction.replay import (
     Asked,
     LockstepBatches,
+    Recording,
+    Replayed,
     ReplayedRound,
     cost_in_lockstep,
     passes_in_lockstep,
+    replay,
 )
 from studies.prediction.predictor import Predictor
-from studies.prediction.replay import Recording, replay
 from studies.prediction.survey import Survey
 from tests.support.costs import made_up_costs
 from tests.support.draft_recordings import recorded

@@ -12,12 +12,10 @@ import pytest
 
 from decoding.draft_length import Fixed, RoundCosts
 from decoding.drafts import EarlyExit, LayerSkip
-from studies.prediction.confident import Confident, ConfidentSet
-from studies.prediction.contract import Prediction
-from studies.prediction.origins import Origin
+from studies.prediction.predictors import Prediction
 from studies.prediction.proposals import Proposals, knapsacks, propose_skip_sets
 from studies.prediction.replay import Replayed
-from studies.prediction.skip_space import SkipSpace
+from studies.space import SkipSpace
 from tests.support.tiny import tiny_target
 
 NUM_LAYERS = 6
@@ -62,7 +60,7 @@ def everywhere(harm: float, but: Iterable[tuple[str, int]] = (), less: float = 0
 def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made-up predictions have no states and no confidences."""
     monkeypatch.setattr("studies.prediction.proposals.cosine_skips", lambda survey, counts: [(1, 2)])
-    monkeypatch.setattr("studies.prediction.proposals.confident_skips", lambda survey: Confident(()))
+    monkeypatch.setattr("studies.prediction.proposals.confident_skips", lambda survey: ({}, []))
 
 
 @pytest.fixture(scope="module")
@@ -156,8 +154,8 @@ def test_rating_may_stop_after_any_set_and_go_on(space: SkipSpace) -> None:
 
 def proposing(monkeypatch: pytest.MonkeyPatch, *sets: tuple[int, ...], remarks: tuple[str, ...] = ()) -> None:
     """Let ConfLayers propose these sets of blocks."""
-    found = tuple(ConfidentSet(blocks, Origin("conf_layers", f"by test, lambda {n}")) for n, blocks in enumerate(sets))
-    monkeypatch.setattr("studies.prediction.proposals.confident_skips", lambda survey: Confident(found, remarks))
+    found = {blocks: f"conf_layers (by test, lambda {n})" for n, blocks in enumerate(sets)}
+    monkeypatch.setattr("studies.prediction.proposals.confident_skips", lambda survey: (found, remarks))
 
 
 def test_sets_of_conf_layers_are_rated_before_sets_that_need_many_passes(

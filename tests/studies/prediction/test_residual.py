@@ -8,9 +8,9 @@ import pytest
 
 from decoding.draft_length import Fixed
 from decoding.drafts import LayerSkip
-from studies.prediction.contract import Prediction
+from studies.prediction.guided import OF_ALIKE, SHARED, Residual
+from studies.prediction.predictors import Prediction
 from studies.prediction.replay import Replayed
-from studies.prediction.residual import OF_ALIKE, SHARED, Residual
 
 
 def prediction(speedup: float, tokens_per_round: float = 2.0, passes_per_round: float = 2.0) -> Prediction:

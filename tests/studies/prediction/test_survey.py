@@ -21,7 +21,7 @@ from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import Target
 from decoding.text import Ending, TokenSequence
-from studies.prediction.cosine import cosine_skips
+from studies.prediction.proposals import cosine_skips
 from studies.prediction.survey import JoinedSurvey, Survey
 from tests.support.fake_8b import PeakBytes
 from tests.support.heads import write_heads

@@ -16,7 +16,7 @@ from decoding.drafts import EarlyExit, PlainDecoding
 from decoding.target import Target
 from decoding.text import Ending
 from studies.contract import Candidate, Problem
-from studies.prediction.contract import Prediction
+from studies.prediction.predictors import Prediction
 from studies.prediction.replay import Replayed
 from studies.rule_space import DEFAULT_RULES
 from studies.samplers.exit_layer import ExitLayer, ExitLayerSettings

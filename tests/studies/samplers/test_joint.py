@@ -18,8 +18,8 @@ from decoding.text import Ending
 from studies.contract import Candidate, Problem, best_trials
 from studies.measurement import BatchTexts, Measurement
 from studies.prediction.pools import lookups
-from studies.prediction.skip_space import SkipSpace
 from studies.samplers.joint import Joint, JointSettings
+from studies.space import SkipSpace
 from tests.support.costs import made_up_costs
 from tests.support.heads import write_heads
 from tests.support.records import sample

@@ -76,8 +76,8 @@ def test_step_costs_a_block_the_rest_and_the_joining_layer(problem: Problem) -> 
     table = CostTable.model_validate({**made_up_costs(target, 4).model_dump(), "join_share": 0.5})
     no_blocks = LayerSkip.blocks(tuple(range(target.num_layers)))
     last = target.num_layers - 1
-    expected = table.draft_seconds(no_blocks, context=16) + table.block_seconds(last, context=16)
-    expected += 0.5 * table.sublayer_seconds(last, "mlp", context=16)
+    expected = table.draft_seconds(no_blocks, context=16) + table.saved_seconds(LayerSkip.blocks((last,)), context=16)
+    expected += 0.5 * table.saved_seconds(LayerSkip(skip_mlp=(last,)), context=16)
     assert table.draft_seconds(draft, context=16) == pytest.approx(expected)
     assert table.verify_seconds(draft, 3, context=16, prefix_reuse=True) == table.verify_seconds(
         LayerSkip(), 3, context=16, prefix_reuse=True

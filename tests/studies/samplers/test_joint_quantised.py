@@ -22,10 +22,10 @@ from decoding.kernels.choice import quantised_linear as quantised
 from decoding.target import Target
 from decoding.text import Ending
 from studies.contract import Problem
-from studies.prediction.origins import method_of, origin_of
 from studies.prediction.pools import is_same
+from studies.prediction.proposals import method_of
 from studies.samplers import joint
-from studies.samplers.joint import Joint, JointSettings
+from studies.samplers.joint import Joint, JointSettings, origin_of
 from studies.samplers.rating import NEAR_THE_BEST
 from studies.space import SpaceSettings
 from tests.support.costs import made_up_costs

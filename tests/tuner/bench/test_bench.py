@@ -16,7 +16,7 @@ from decoding.draft_length import AdaEdl, Fixed
 from decoding.drafts import LayerSkip
 from decoding.profile import DatasetFacts, Decoding, Exactness, Interval, Measured, Rates, SearchCost
 from decoding.target import Target
-from studies.measurement import Measurement, PairedPrefill, PromptSample, sum_repeats
+from studies.measurement import Measurement, PairedPrefill, PromptSample, geometric_means, sum_repeats
 from tests.support.commands import command_line
 from tests.support.heads import write_heads
 from tests.support.records import sample
@@ -24,14 +24,13 @@ from tests.support.refusals import refused
 from tests.support.shown import check_readable
 from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
 from tuner.bench.contenders import CONTENDERS, MODES
-from tuner.bench.report import bench_json, bench_table
-from tuner.bench.result import BenchResult, BenchVerdict, category_mean
+from tuner.bench.report import BenchResult, BenchVerdict, bench_json, bench_table
 from tuner.cli.main import main
 from tuner.fields import PromptSettings
 from tuner.inputs.prompts import load_prompts
 from tuner.measuring.comparison import Compared, Phase
 from tuner.measuring.contender import Decoded, Prompts
-from tuner.measuring.own_decoding import OwnDecoding
+from tuner.measuring.paired import OwnDecoding
 
 SIZES = {"tuning-prompts": 4, "held-out-prompts": 3}
 NUM_NEW_TOKENS = 10
@@ -322,7 +321,7 @@ def test_categories_have_speedups_of_their_own_and_a_geometric_mean() -> None:
     assert of_profile["draft_acceptance_rate"] == pytest.approx(4 / 10)
     assert of_profile["acceptance_histogram"] == {0: 18, 2: 12}, "as in AIPerf's"
     one = compared(plain=[plain[0], *plain[2:]], profile=[drafted[0], *drafted[2:]])
-    assert category_mean(one, "profile", Phase.DECODE) is None, "a prompt by itself has no interval"
+    assert geometric_means(one.measurements["profile"].by_category()) is None, "a prompt by itself has no interval"
 
 
 def test_what_code_of_others_drafts_is_not_known() -> None:

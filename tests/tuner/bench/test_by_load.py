@@ -66,7 +66,7 @@ def test_the_fastest_length_whose_interval_lies_above_1_is_chosen() -> None:
 
 def test_a_length_whose_texts_differ_is_not_chosen() -> None:
     wrong = _figures(2.0, 2.0, identical=False)
-    assert wrong.num_different == 4
+    assert wrong.measurement.num_different == 4
     assert best_length({4: wrong, 2: _figures(1.1, 1.1)})[0] == 2
 
 

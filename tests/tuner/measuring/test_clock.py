@@ -9,7 +9,7 @@ import torch
 
 from decoding.drafts import LayerSkip, PlainDecoding
 from decoding.rounds import Round
-from tuner.measuring.clock import PriceList, WallClock
+from tuner.measuring.contender import PriceList, WallClock
 
 
 def a_round(num_drafted: int, *, looked_up: bool = False, num_leaves: int = 0) -> Round:

@@ -31,15 +31,16 @@ from tests.support.tiny import tiny_llama, tiny_target
 from tuner.measuring import cost_table as cost
 from tuner.measuring.cost_table import (
     FEWEST_SWEEPS,
+    MOST_STEPS,
     MOST_SWEEPS,
     PATIENCE,
     WIDTHS,
+    PassTimer,
     cost_key,
     cost_table,
     measure_cost_table,
     resolve_terms,
 )
-from tuner.measuring.pass_timer import MOST_STEPS, PassTimer
 
 
 class Clock:
@@ -106,7 +107,7 @@ def test_known_costs_are_found_again() -> None:
     assert costs.draft_step == pytest.approx((4 + 2 * 4 + 3 * 5) / 34, rel=1e-6)
     assert costs.look == pytest.approx(0.5 / 34, rel=1e-6)
     assert costs.verify == pytest.approx([1.0, *(1 + n * 3.0 / 34 for n in range(1, 9))], rel=1e-6)
-    assert table.sublayer_seconds(5, "attention", context=20) == pytest.approx(2.0, rel=1e-6)
+    assert table.saved_seconds(LayerSkip(skip_attention=(5,)), context=20) == pytest.approx(2.0, rel=1e-6)
 
 
 def test_disturbed_passes_do_not_count(clock: Clock) -> None:

@@ -11,9 +11,8 @@ from decoding.drafts import LayerSkip
 from decoding.rounds import Round
 from decoding.text import Ending
 from tests.support.tiny import tiny_target
-from tuner.measuring.clock import PriceList
-from tuner.measuring.contender import Recorder, histogram
-from tuner.measuring.own_decoding import OwnDecoding
+from tuner.measuring.contender import PriceList, Recorder, histogram
+from tuner.measuring.paired import OwnDecoding
 
 
 def recorder(*seconds: float, num_sequences: int = 1) -> Recorder:

@@ -23,7 +23,7 @@ from tests.support.quick_search import miss_the_dead_soon
 from tests.support.refusals import refused
 from tests.support.stored_trials import stored_records
 from tuner.cli.terminal import TerminalProgress
-from tuner.measuring.clock import PriceList
+from tuner.measuring.contender import PriceList
 
 STRIKES_AFTER = 2
 STUDY = "conf_layers"

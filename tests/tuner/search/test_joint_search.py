@@ -10,7 +10,7 @@ import pytest
 
 from decoding.profile import DraftProfile
 from studies.contract import TrialRecord
-from studies.prediction.contract import Prediction
+from studies.prediction.predictors import Prediction
 from studies.prediction.proposals import Proposals
 from studies.samplers.joint import PoolSource
 from tests.support.commands import SearchCommand

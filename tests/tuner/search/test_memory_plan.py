@@ -23,7 +23,7 @@ from tuner.errors import MemoryShortageError
 from tuner.heads.limits import bytes_per_head
 from tuner.inputs import memory
 from tuner.inputs.memory import ModelSize, explained_shortage, size_of_checkpoint
-from tuner.search.memory_plan import MemoryPlan, Workload, search_time
+from tuner.search.memory_plan import MemoryPlan, search_time
 
 DEMO = ROOT / "configs" / "demo" / "model"
 GB = 10**9
@@ -44,7 +44,7 @@ def config(llama_8b: Path) -> SearchConfig:
 
 def plan(config: SearchConfig, free: int | None = 80 * GB) -> MemoryPlan:
     size = size_of_checkpoint(config.model, dtype=config.dtype, device=config.device)
-    return MemoryPlan(size, Workload.of(config, size), free)
+    return MemoryPlan(size, config, free)
 
 
 def test_sizes_of_the_demo_model_are_those_of_its_file() -> None:
