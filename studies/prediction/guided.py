@@ -59,12 +59,8 @@ class Residual:
         kernel += ConstantKernel(OF_ALIKE**2, "fixed") * RBF(SCALES, "fixed") + WhiteKernel(NOISE**2, "fixed")
         self._process = GaussianProcessRegressor(kernel, optimizer=None)
         self._inputs: list[tuple[float, ...]] = []
-        self._pairs: list[tuple[float, float]] = []
-
-    @property
-    def pairs(self) -> tuple[tuple[float, float], ...]:
+        self.pairs: list[tuple[float, float]] = []
         """Predicted and measured speed-up of each trial, in order."""
-        return tuple(self._pairs)
 
     def learn(self, prediction: Prediction, measured: float, predicted: float | None = None) -> None:
         """Add a trial with its measured speed-up.
@@ -72,8 +68,8 @@ class Residual:
         `predicted` is the predicted speed-up on the prompts of the trial, if the prediction covers more.
         """
         self._inputs.append(_features(prediction))
-        self._pairs.append((prediction.speedup if predicted is None else predicted, measured))
-        errors = [math.log(measured / predicted) for predicted, measured in self._pairs]
+        self.pairs.append((prediction.speedup if predicted is None else predicted, measured))
+        errors = [math.log(measured / predicted) for predicted, measured in self.pairs]
         self._process.fit(np.array(self._inputs), np.array(errors))
 
     def believing(self, pending: Sequence[Prediction]) -> Residual:
@@ -87,8 +83,8 @@ class Residual:
         believed, _ = self.corrected(pending)
         other = Residual()
         other._inputs = [*self._inputs, *map(_features, pending[:-1])]
-        other._pairs = [
-            *self._pairs,
+        other.pairs = [
+            *self.pairs,
             *zip((each.speedup for each in pending[:-1]), believed[:-1].tolist(), strict=True),
         ]
         other.learn(pending[-1], float(believed[-1]))

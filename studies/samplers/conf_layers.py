@@ -85,13 +85,8 @@ class ConfLayersSettings(StudySettings):
     )
 
     def check(self, target: Target) -> None:
-        """Raise ValueError for a model without a block between the first and the last.
-
-        Raises `UnsupportedModelError` if a tree is asked for and the model takes none.
-        """
-        check_depth(target)
-        if self.tree:
-            target.checks.trees()
+        """See `check_target`."""
+        check_target(target, tree=self.tree)
 
 
 @dataclass(frozen=True)
@@ -250,12 +245,17 @@ def name_of_shape(tree: bool) -> str:
     return "published tree" if tree else "chain only"
 
 
-def check_depth(target: Target) -> None:
-    """Raise ValueError for a model without a block between the first and the last, the only ones that are skipped."""
+def check_target(target: Target, *, tree: bool) -> None:
+    """Raise ValueError for a model without a block between the first and the last, the only ones that are skipped.
+
+    Raises `UnsupportedModelError` if a tree is asked for and the model takes none.
+    """
     if target.num_layers < 3:
         raise ValueError(
             f"ConfLayers skips blocks between the first and the last, and this model has {target.num_layers}"
         )
+    if tree:
+        target.checks.trees()
 
 
 def schedule_for(target: Target, skip_ratio: float, step: float, window_growth_cap: int | None) -> LambdaSchedule:

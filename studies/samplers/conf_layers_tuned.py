@@ -29,7 +29,7 @@ from studies.samplers.by_optuna import TpeOfRules
 from studies.samplers.conf_layers import (
     CHAIN_ONLY,
     ConfLayersSettings,
-    check_depth,
+    check_target,
     continued_texts,
     name_of_shape,
     schedule_for,
@@ -67,13 +67,8 @@ class ConfLayersTunedSettings(StudySettings):
         return {"rules": rules_within(self, rules)}
 
     def check(self, target: Target) -> None:
-        """Raise ValueError for a model without a block between the first and the last.
-
-        Raises `UnsupportedModelError` if a tree is asked for and the model takes none.
-        """
-        check_depth(target)
-        if self.tree:
-            target.checks.trees()
+        """See `check_target`."""
+        check_target(target, tree=self.tree)
 
 
 class TunedSpace:

@@ -298,8 +298,13 @@ class Joint(StudySampler):
     def remarks(self) -> list[str]:
         """Return what every method promised, the accuracy of the predictions, and what more trials might gain."""
         if not self._search.pool:
-            return self._rating.remarks
-        return [*self._source.remarks, *self._rating.remarks, self._best_predictions(), *self._search.remarks()]
+            return self._rating.proposals.remarks
+        return [
+            *self._source.remarks,
+            *self._rating.proposals.remarks,
+            self._best_predictions(),
+            *self._search.remarks(),
+        ]
 
     def _propose_beside(self, study: optuna.Study, before: int | None) -> None:
         """Take into account what trials below the number `before` measure now."""
@@ -336,7 +341,7 @@ class Joint(StudySampler):
         if any_rated and self._rating.is_under_way:
             for draft in self._rating.worth_measuring(self._search.pool, self.settings.num_drafts):
                 joined = self._search.add(self._source.joining(draft, self._predictor))
-                self._note_origins(joined, [origin_of(each, self._rating.origin(draft)) for each in joined])
+                self._note_origins(joined, [origin_of(each, self._rating.proposals.origin(draft)) for each in joined])
                 self._joined += joined
         return any_rated
 

@@ -45,8 +45,8 @@ class Rating:
         self._num_layers = target.num_layers
         self._predictor = predictor
         self._precisions = precisions
-        self._proposals = Proposals(space, predictor)
-        self._rated = self._proposals.rate()
+        self.proposals = Proposals(space, predictor)
+        self._rated = self.proposals.rate()
         self._seconds = 0.0
         self.num_rated = 0
         self.is_over = is_over
@@ -55,22 +55,13 @@ class Rating:
     @property
     def is_under_way(self) -> bool:
         """True if the best sets so far are worth measuring."""
-        return self._proposals.is_under_way or self.is_over
-
-    @property
-    def remarks(self) -> list[str]:
-        """Remarks on methods that could not propose anything on this model."""
-        return self._proposals.remarks
-
-    def origin(self, draft: Draft) -> str | None:
-        """Return the methods that proposed a skip set (see `Proposals.origin`)."""
-        return self._proposals.origin(draft)
+        return self.proposals.is_under_way or self.is_over
 
     def best_by_method(self) -> dict[str, float]:
         """Return the best predicted speed-up of each method that proposed a set first, the best first."""
         best: dict[str, float] = {}
-        for prediction in self._proposals.best_first():
-            best.setdefault(method_of(str(self.origin(prediction.draft))), prediction.speedup)
+        for prediction in self.proposals.best_first():
+            best.setdefault(method_of(str(self.proposals.origin(prediction.draft))), prediction.speedup)
         return best
 
     def rate(self, seconds: float, pool: Sequence[Draft]) -> bool:
@@ -83,7 +74,7 @@ class Rating:
         while not self.is_over and ((must_begin and not self.is_under_way) or self._seconds < seconds):
             start = time.perf_counter()
             self._rate_next()
-            self.is_over |= self._proposals.knows_items and self._is_hopeless(pool)
+            self.is_over |= self.proposals.knows_items and self._is_hopeless(pool)
             self._seconds += time.perf_counter() - start
         return self.num_rated > before
 
@@ -91,7 +82,7 @@ class Rating:
         """Return the best `count` unlike sets of each precision, without those in `pool` or far slower than its best draft."""
         least = NEAR_THE_BEST * self._best_of(pool)
         found: list[Draft] = []
-        for rated in (self._proposals.best_first(), *map(self._surveyed_again, self._precisions())):
+        for rated in (self.proposals.best_first(), *map(self._surveyed_again, self._precisions())):
             speedups = {prediction.draft: prediction.speedup for prediction in rated}
             found += [
                 draft
@@ -102,18 +93,18 @@ class Rating:
 
     def _surveyed_again(self, bits: BitWidth) -> list[Prediction]:
         """Return the predictions, with quantised weights, of the sets that are estimated to be the best in this precision."""
-        best = unlike(self._proposals.estimates(bits), NUM_SURVEYED_AGAIN, self._num_layers)
+        best = unlike(self.proposals.estimates(bits), NUM_SURVEYED_AGAIN, self._num_layers)
         return self._predictor.best_first(best)
 
     def _rate_next(self) -> None:
         prediction: Prediction | None = next(self._rated, None)
         self.is_over = prediction is None
         self.num_rated += not self.is_over
-        self.is_over |= self._proposals.knows_items and self.num_rated >= self._most
+        self.is_over |= self.proposals.knows_items and self.num_rated >= self._most
 
     def _is_hopeless(self, pool: Sequence[Draft]) -> bool:
         """Return whether no set comes near the pool, not even by its estimate in another precision."""
-        ordered = (self._proposals.best_first(), *map(self._proposals.estimates, self._precisions()))
+        ordered = (self.proposals.best_first(), *map(self.proposals.estimates, self._precisions()))
         least = HOPELESS * self._best_of(pool)
         return all(not rated or rated[0].speedup < least for rated in ordered)
 

@@ -101,14 +101,12 @@ class EngineProgram(ABC):
     def version(self) -> str:
         """Return the engine's version; raise `EngineError` if it does not run."""
 
-    @abstractmethod
     def prepare(self, plan: Plan, log: Path) -> tuple[str, ...]:
-        """Write the files that the engine loads into the export's folder, and return remarks, one sentence each.
+        """Write the files that the engine loads beside the model's and the draft's folders; return remarks, one sentence each.
 
-        Those of `target_files` that are there already are kept.
-
-        Raises `EngineError` for a model that it cannot load.
+        Those of `target_files` that are there already are kept. Raises `EngineError` for a model that it cannot load.
         """
+        return ()
 
     @abstractmethod
     def draft_flags(self, plan: Plan) -> tuple[str, ...]:

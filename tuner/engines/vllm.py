@@ -72,10 +72,6 @@ class VllmServer(EngineProgram):
             )
         return found
 
-    def prepare(self, plan: Plan, log: Path) -> tuple[str, ...]:
-        """Do nothing: vLLM loads the model's folder and the draft's."""
-        return ()
-
     def draft_flags(self, plan: Plan) -> tuple[str, ...]:
         """Return the export's speculative configuration as a flag."""
         return ("--speculative-config", json.dumps(Vllm().settings(plan)))

@@ -173,7 +173,9 @@ class PairedBench:
             rounds=own.rounds,
             drafted=own.drafted,
             accepted=own.accepted,
-            waited_seconds=_both(plain.waited_seconds, own.waited_seconds),
+            waited_seconds=None
+            if plain.waited_seconds is None or own.waited_seconds is None
+            else plain.waited_seconds + own.waited_seconds,
             accepted_lengths=own.accepted_lengths,
             prefill=PairedPrefill(
                 plain_seconds=plain.prefill_seconds,
@@ -199,7 +201,3 @@ class PairedBench:
             ties=sum(each.tie for each in found),
             float32_ties=sum(each.float32_tie for each in found),
         )
-
-
-def _both(first: float | None, second: float | None) -> float | None:
-    return None if first is None or second is None else first + second

@@ -246,7 +246,12 @@ def _race(
     """Return the finalists, the fastest first. Raises `SearchError` if no trial could be measured."""
     budget, num_of_trial = task.budget, task.config.samples_per_trial
     late = budget.out_of_time()
-    if late and task.deployment is None and not best_trials(records, 1) and not _failed(records):
+    if (
+        late
+        and task.deployment is None
+        and not best_trials(records, 1)
+        and all(each.state is not TrialState.FAIL for each in records)
+    ):
         budget.cuts.append(f"no trial was finished in time{late}")
         plain = Candidate(draft=PlainDecoding(), draft_length=Fixed())
         return [MeasuredCandidate(trial="plain/0", origin="plain", candidate=plain)]
@@ -270,10 +275,6 @@ def _race(
         why = "; ".join(failures or [f"{name}: {reason}" for name, reason in studies.ended.items()])
         raise SearchError(f"no candidate could be measured in {len(records)} trials; {why}{late}")
     return finalists
-
-
-def _failed(records: Sequence[TrialRecord]) -> bool:
-    return any(record.state is TrialState.FAIL for record in records)
 
 
 def _confirmed(

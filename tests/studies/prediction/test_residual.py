@@ -52,7 +52,7 @@ def test_pairs_are_kept_in_order() -> None:
     residual = Residual()
     residual.learn(prediction(1.25), 1.5)
     residual.learn(prediction(2.0), 1.75)
-    assert residual.pairs == ((1.25, 1.5), (2.0, 1.75))
+    assert residual.pairs == [(1.25, 1.5), (2.0, 1.75)]
 
 
 def test_running_trials_narrow_the_spread_near_them_and_move_no_correction() -> None:
