@@ -176,7 +176,7 @@ def test_every_trial_says_where_its_draft_came_from(with_heads: Problem) -> None
         alone = origin.removeprefix("lookup before ")
         assert alone.startswith(METHODS if isinstance(draft, LayerSkip) else "exit"), origin
     assert len({type(draft) for draft in origins if draft.runs_model}) == 2
-    rated = [sampler._rating.origin(each.draft) for each in sampler._rating._proposals.best_first()]
+    rated = [sampler._rating.proposals.origin(each.draft) for each in sampler._rating.proposals.best_first()]
     assert any("conf_layers (sublayer_entropy" in str(origin) for origin in rated), "its sets compete"
 
 
