@@ -18,9 +18,9 @@ from decoding.draft_length import AdaptiveExit, DraftLengthRule, TopProbability
 from decoding.drafts import Draft, LayerSkip
 from studies.contract import Candidate
 from studies.measurement import Measurement
-from studies.space import SkipSpace
 from studies.prediction.survey import Survey
 from studies.samplers.by_optuna import tpe
+from studies.space import SkipSpace
 from tuner.measuring.paired import Bench
 
 SKIP_RATIO = 0.45
