@@ -42,7 +42,6 @@ from tests.support.tiny import tiny_llama
 from tuner.measuring import cost_table
 from tuner.measuring.cost_table import PassTimer, measure_cost_table
 from tuner.measuring.paired import Bench
-from tuner.measuring.cost_table import PassTimer
 
 BUCKETS = replace(GPU_BUCKETS, slot_step=64)
 """Many steps on short sequences, which a CPU decodes quickly."""

@@ -21,13 +21,11 @@ from studies.prediction.replay import (
     Asked,
     LockstepBatches,
     Recording,
-    Replayed,
     ReplayedRound,
     cost_in_lockstep,
     passes_in_lockstep,
     replay,
 )
-from studies.prediction.predictor import Predictor
 from studies.prediction.survey import Survey
 from tests.support.costs import made_up_costs
 from tests.support.draft_recordings import recorded
