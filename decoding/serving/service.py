@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,12 @@ from decoding.text import Ending, Request, Shaping
 DEFAULT_MAX_TOKENS = 16
 """New tokens of a completion that names no limit, as in OpenAI's API; a chat completion may fill the context."""
 
+SPARE_TOKENS = 1024
+"""Tokens of a beginning that may be others once the text goes on."""
+SHORT_CHARACTERS = 2**16
+"""Characters that are tokenised in a moment."""
+USUAL_CHARACTERS = 4
+"""Characters of a token, to choose the first beginning."""
 UNFINISHED = "\ufffd"
 """What the bytes of an incomplete character are decoded to."""
 
@@ -62,7 +69,9 @@ class Service:
     def __init__(self, model: ServedModel, decoding: DecodingThread, counters: ServerCounters) -> None:
         self.model, self.decoding, self.counters = model, decoding, counters
         self._answers: set[Answer] = set()
-        self._tokenizing = asyncio.Lock()
+        # Tokenizers have state. Long texts have one of their own, so that no short one waits for them.
+        self._short = _Tokenizing(model.tokenizer)
+        self._long = _Tokenizing(deepcopy(model.tokenizer))
 
     @property
     def max_length(self) -> int:
@@ -90,12 +99,24 @@ class Service:
         return given
 
     async def _tokenized(self, text: str, *, special: bool) -> list[int]:
-        """Return the tokens of a text, with special tokens around it if the tokenizer adds some and they are wanted."""
-        async with self._tokenizing:  # tokenizers have state
-            encoded = await asyncio.to_thread(self.model.tokenizer, text, add_special_tokens=special, verbose=False)
-        if not encoded["input_ids"]:
+        """Return the tokens of a text. One that is much too long is refused by its beginning.
+
+        How many characters a token may stand for is not known: an unknown word of any length is one token, and spaces may be none.
+        So ever longer beginnings are looked at, until one has twice the tokens that fit: what follows cannot remove that many.
+        """
+        most = 2 * self.max_length + SPARE_TOKENS
+        size = USUAL_CHARACTERS * most
+        tokenizing = self._short if len(text) <= SHORT_CHARACTERS else self._long
+        while size < len(text):
+            if len(await tokenizing(text[:size], special)) > most:
+                raise UnsupportedRequestError(
+                    f"the server takes {self.max_length} tokens, and the prompt has more than {most}: shorten it"
+                )
+            size *= 2
+        ids = await tokenizing(text, special)
+        if not ids:
             raise UnsupportedRequestError("the prompt is empty: at least one token is needed to continue from")
-        return list(encoded["input_ids"])
+        return ids
 
     def _render(self, messages: list[dict[str, str]], settings: dict[str, Any]) -> str:
         if not getattr(self.model.tokenizer, "chat_template", None):
@@ -151,6 +172,21 @@ class Service:
         self.decoding.room.close()
         for answer in self._answers:
             answer.end(RequestEnd(Stopped.CLOSED, "the server is shutting down"))
+
+
+class _Tokenizing:
+    """A tokenizer that encodes in another thread, one text at a time."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self._lock = tokenizer, asyncio.Lock()
+
+    async def __call__(self, text: str, special: bool) -> list[int]:
+        """Return the tokens of a text, with special tokens around it if the tokenizer adds some."""
+        async with self._lock:
+            return await asyncio.to_thread(self._encode, text, special)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
 
 class Answer:

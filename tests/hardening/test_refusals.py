@@ -21,7 +21,7 @@ from tests.support.profiles import save_profile
 from tests.support.refusals import refused
 from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
 from tuner.cli.main import Termination, main
-from tuner.cli.terminal import TerminalProgress
+from tuner.cli.terminal import TerminalProgress, use_threads
 from tuner.databases import refuse_unusable_database
 from tuner.errors import ConfigError, StorageError, without_password
 from tuner.inputs.model_folder import check_folder
@@ -187,3 +187,21 @@ def test_a_folder_of_another_kind_says_what_would_be_right(tmp_path: Path, files
         (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=words):
         check_folder(str(tmp_path))
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    for name, words in (("m.gguf", "format GGUF"), ("model.safetensors", "is a file: give the folder")):
+        (tmp_path / name).write_text("")
+        with pytest.raises(ConfigError, match=words):
+            check_folder(str(tmp_path / name))
+
+
+def test_more_threads_than_cores_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    use_threads(2)
+    assert not capsys.readouterr().err
+    use_threads(99)
+    assert "--threads 99, but there are 2 cores: give 2 or fewer" in capsys.readouterr().err

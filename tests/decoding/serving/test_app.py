@@ -107,6 +107,23 @@ def test_stream_has_the_same_text(client: TestClient, service: Service) -> None:
     assert all("usage" not in chunk for chunk in _events(client.post("/v1/completions", json=body)))
 
 
+def test_each_chunk_has_the_usage_so_far_if_that_is_asked_for(client: TestClient) -> None:
+    body = {"prompt": [PROMPT, "w5 w5"], "temperature": 0, "max_tokens": 12, "stream": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = _events(client.post("/v1/completions", json={**body, "stream_options": options}))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert 0 < counts[0] < 12
+    assert counts[-1] == last["usage"]["completion_tokens"]
+    assert last["choices"] == []
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {5}
+    alone = {"continuous_usage_stats": True}
+    assert all(
+        "usage" not in chunk
+        for chunk in _events(client.post("/v1/completions", json={**body, "stream_options": alone}))
+    )
+
+
 def test_several_prompts_are_several_choices(client: TestClient, service: Service) -> None:
     prompts = ["w3 w9 w4", "w5", "w8 w8 w1 w2"]
     texts = [_text(service, _plain(service, prompt, 9)) for prompt in prompts]
@@ -174,44 +191,44 @@ WRONG_COMPLETIONS: list[tuple[Any, str]] = [
     ({"prompt": ""}, "prompt is empty"),
     ({"prompt": []}, "prompt"),
     ({}, "Missing required parameter: 'prompt'."),
-    ([], "body: input should be a valid dictionary or object"),
+    ([], "type for body: expected an object, but got an array"),
     ({"prompt": 3}, "'prompt': expected a string or an array; got 3"),
     ({"prompt": None}, "'prompt': expected a string or an array; got null"),
     ({"prompt": {"text": "w1"}}, "'prompt': expected a string or an array; got an object"),
     ({"prompt": [64]}, "has 64 tokens, and none is 64"),
     ({"prompt": [1] * 64}, "do not fit"),
-    ({"prompt": [1, -2]}, "'prompt[1]': input should be greater than or equal to 0; got -2"),
-    ({"prompt": [1.0]}, "'prompt[0]': input should be a valid integer; got 1.0"),
-    ({"prompt": [True, False]}, "'prompt[0]': input should be a valid integer; got true"),
-    ({"prompt": [[3], ["w1"]]}, "'prompt[1][0]': input should be a valid integer; got 'w1'"),
-    ({"prompt": ["w1", 3]}, "'prompt[1]': input should be a valid string; got 3"),
-    ({"prompt": [[]]}, "'prompt[0]': list should have at least 1 item"),
-    ({"prompt": [PROMPT] * 65}, "'prompt': list should have at most 64 items"),
+    ({"prompt": [1, -2]}, "'prompt[1]': integer below minimum value. Expected a value >= 0, but got -2"),
+    ({"prompt": [1.0]}, "type for 'prompt[0]': expected an integer, but got a decimal"),
+    ({"prompt": [True, False]}, "type for 'prompt[0]': expected an integer, but got a boolean"),
+    ({"prompt": [[3], ["w1"]]}, "type for 'prompt[1][0]': expected an integer, but got a string"),
+    ({"prompt": ["w1", 3]}, "type for 'prompt[1]': expected a string, but got an integer"),
+    ({"prompt": [[]]}, "'prompt[0]': array too short. Expected an array with minimum length 1"),
+    ({"prompt": [PROMPT] * 65}, "'prompt': array too long. Expected an array with maximum length 64"),
 ]
 WRONG_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 62}, "takes 64 tokens, and the prompt has 3: 62 new ones do not fit"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": True}, "'max_tokens': input should be a valid integer; got true"),
-    ({"max_tokens": 3.0}, "'max_tokens': input should be a valid integer; got 3.0"),
+    ({"max_tokens": True}, "type for 'max_tokens': expected an integer, but got a boolean"),
+    ({"max_tokens": 3.0}, "type for 'max_tokens': expected an integer, but got a decimal"),
     ({"temperature": -1}, "temperature"),
-    ({"temperature": "0"}, "'temperature': input should be a valid number; got '0'"),
+    ({"temperature": "0"}, "type for 'temperature': expected a decimal, but got a string"),
     ({"n": 2}, "'n': only null and 1 are supported; got 2"),
     ({"n": True}, "'n': only null and 1 are supported; got true"),
     ({"best_of": True}, "'best_of': only null and 1"),
     ({"logprobs": 3}, "logprobs"),
     ({"presence_penalty": 0.5}, "'presence_penalty': only null and 0 are supported; got 0.5"),
-    ({"repetition_penalty": 1e-300}, "greater than or equal to 0.01; got 1e-300"),
-    ({"seed": 10**3000}, "'seed': input should be"),
-    ({"stop": [""]}, "'stop[0]': value should have at least 1"),
-    ({"stop": ["a"] * 17}, "'stop': list should have at most 16 items"),
-    ({"stop": ["a", 3]}, "'stop[1]': input should be a valid string; got 3"),
-    ({"stop": "x" * 257}, "'stop': value should have at most 256"),
+    ({"repetition_penalty": 1e-300}, "Expected a value >= 0.01, but got 1e-300"),
+    ({"seed": 10**3000}, "'seed': integer above maximum value"),
+    ({"stop": [""]}, "'stop[0]': string too short"),
+    ({"stop": ["a"] * 17}, "'stop': array too long. Expected an array with maximum length 16"),
+    ({"stop": ["a", 3]}, "type for 'stop[1]': expected a string, but got an integer"),
+    ({"stop": "x" * 257}, "'stop': string too long. Expected a string with maximum length 256"),
     ({"stop": {"a": 1}}, "'stop': expected a string or an array; got an object"),
-    ({"stream": "true"}, "'stream': input should be a valid boolean; got 'true'"),
+    ({"stream": "true"}, "type for 'stream'"),
     ({"stream_options": {}}, "'stream_options': it is only allowed when 'stream' is true"),
     ({"stream": True, "stream_options": {"foo": 1}}, "Unknown parameter: 'stream_options.foo'"),
-    ({"metadata": "x"}, "'metadata': input should be a valid dictionary; got 'x'"),
-    ({"model": 3}, "'model': input should be a valid string; got 3"),
+    ({"metadata": "x"}, "type for 'metadata': expected an object, but got a string"),
+    ({"model": 3}, "type for 'model': expected a string, but got an integer"),
     ({"max_tokns": 3}, "Unknown parameter: 'max_tokns'."),
     ({f"key{n}": n for n in range(200)}, "Unknown parameter: 'key0'."),
     ({"k" * 3000: 1}, "Unknown parameter: 'kkk"),
@@ -221,13 +238,10 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages"),
-    (
-        {"messages": [{"role": "user", "content": ["w1"]}]},
-        "'messages[0].content[0]': input should be a valid dictionary",
-    ),
+    ({"messages": [{"role": "user", "content": ["w1"]}]}, "type for 'messages[0].content[0]': expected an object"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "'messages[0].content[0].type': input should be 'text'; got 'image_url'",
+        "'messages[0].content[0].type': 'image_url'. Supported values are: 'text'",
     ),
     ({"messages": [{"role": "system", "content": "x"}]}, "chat template does not take it: no system"),
     ({"messages": [MESSAGE], "tools": [{}]}, "tools"),
@@ -256,6 +270,13 @@ def test_bodies_that_are_no_request(client: TestClient) -> None:
         answer = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["message"]
+
+
+def test_a_body_that_is_not_declared_as_json_is_refused(client: TestClient) -> None:
+    """As a web page could send it without being asked for."""
+    answer = client.post("/v1/completions", content=b'{"prompt": "w1"}', headers={"content-type": "text/plain"})
+    assert answer.status_code == 400
+    assert "expected an object, but got one without the content type application/json" in answer.text
 
 
 def test_long_bodies_are_refused_before_they_are_read(client: TestClient) -> None:
