@@ -17,6 +17,7 @@ SAMPLER = "optuna:GPSampler"
 NUM_TRIALS = 9  # more than the usual drafts, with which each begins
 
 
+@pytest.mark.filterwarnings("ignore:Some regimes:UserWarning")  # of importances: a rule was tried once
 def test_a_sampler_by_name_searches_to_a_profile(run_search: SearchCommand, workplace: Path) -> None:
     result = run_search(study=SAMPLER, trials=str(NUM_TRIALS))
     assert result.exit_code == 0, result.output
