@@ -79,26 +79,20 @@ End to end, prefill (time to first token, TTFT) included
 
 By category of prompts
 
- setting            category        count      decoding    end to end  accepted
- ──────────────────────────────────────────────────────────────────────────────
- joint              summarization       3   2.24 [1.86,   1.54 [1.35,  2.60 80%
-                                                  2.70]         1.75]
- joint              humaneval           3   1.50 [1.14,   1.19 [1.01,  2.60 80%
-                                                  1.98]         1.41]
- joint              geometric mean          1.83 [1.64,   1.36 [1.26,
-                                                  2.06]         1.45]
- conf_layers_tuned  summarization       3   1.83 [1.52,   1.35 [1.19,  2.60 80%
-                                                  2.21]         1.52]
- conf_layers_tuned  humaneval           3   1.23 [0.93,   1.06 [0.91,  2.60 80%
-                                                  1.62]         1.24]
- conf_layers_tuned  geometric mean          1.50 [1.34,   1.20 [1.12,
-                                                  1.68]         1.28]
- best               summarization       3   2.03 [1.69,   1.44 [1.27,  2.60 80%
- ada_edl_published                                2.45]         1.64]
- best               humaneval           3   1.37 [1.04,   1.13 [0.96,  2.60 80%
- ada_edl_published                                1.80]         1.32]
- best               geometric mean          1.67 [1.49,   1.28 [1.19,
- ada_edl_published                                1.87]         1.36]
+ setting, category       count           decoding         end to end  accepted
+ ─────────────────────────────────────────────────────────────────────────────
+ joint
+   summarization             3  2.24 [1.86, 2.70]  1.54 [1.35, 1.75]  2.60 80%
+   humaneval                 3  1.50 [1.14, 1.98]  1.19 [1.01, 1.41]  2.60 80%
+   geometric mean               1.83 [1.64, 2.06]  1.36 [1.26, 1.45]
+ conf_layers_tuned
+   summarization             3  1.83 [1.52, 2.21]  1.35 [1.19, 1.52]  2.60 80%
+   humaneval                 3  1.23 [0.93, 1.62]  1.06 [0.91, 1.24]  2.60 80%
+   geometric mean               1.50 [1.34, 1.68]  1.20 [1.12, 1.28]
+ best ada_edl_published
+   summarization             3  2.03 [1.69, 2.45]  1.44 [1.27, 1.64]  2.60 80%
+   humaneval                 3  1.37 [1.04, 1.80]  1.13 [0.96, 1.32]  2.60 80%
+   geometric mean               1.67 [1.49, 1.87]  1.28 [1.19, 1.36]
 
 transformers' own generation, all in turns on 4 of these prompts (plain
 decoding: 73.1 tok/s)

@@ -133,17 +133,17 @@ def _categories(measured: Measurement) -> list[str]:
 
 
 def category_table(title: str, names: str, measured: Mapping[str, Measurement]) -> Table:
-    """Return a row per name and category with an interval, and the geometric mean over categories where each has one."""
-    table = figures_table(title, (names, "category"), "count", "decoding", "end to end", "accepted")
+    """Return for each name a row per category with an interval, and their geometric mean if each has one."""
+    table = figures_table(title, f"{names}, category", "count", "decoding", "end to end", "accepted")
     for label, each in measured.items():
+        table.add_row(label, "", "", "", "")
         of_categories = each.by_category()
         for name, own in of_categories.items():
             if len(own.samples) >= FEWEST_SAMPLES:
-                whole = None if own.end_to_end is None else own.end_to_end.speedup_interval()
-                cells = f"{own.speedup_interval():.2f}", "" if whole is None else f"{whole:.2f}"
-                table.add_row(label, name, str(own.num_prompts), *cells, accepted(own))
+                whole = "" if own.end_to_end is None else f"{own.end_to_end.speedup_interval():.2f}"
+                table.add_row(f"  {name}", str(own.num_prompts), f"{own.speedup_interval():.2f}", whole, accepted(own))
         if (means := geometric_means(of_categories)) is not None:
-            table.add_row(label, "geometric mean", "", *("" if mean is None else f"{mean:.2f}" for mean in means), "")
+            table.add_row("  geometric mean", "", *("" if mean is None else f"{mean:.2f}" for mean in means), "")
     return table
 
 
