@@ -27,7 +27,7 @@ from tuner.measuring.paired import Bench
 from tuner.search.storage import StudyStore
 
 LIMIT_SECONDS = 300
-STUDY, NUM_TRIALS, NUM_OF_WORKERS = "tpe", 16, 6
+STUDY, NUM_TRIALS, NUM_OF_WORKERS = "tpe", 8, 6
 
 
 @pytest.fixture
@@ -144,14 +144,14 @@ def test_a_worker_ends_with_the_process_that_started_it() -> None:
 def test_a_killed_node_of_a_ray_cluster_loses_its_running_trial_alone(place: SearchPlace) -> None:
     ray_clusters = pytest.importorskip("ray.cluster_utils")
     said = place.folder / "said.txt"
-    cluster = ray_clusters.Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    cluster = ray_clusters.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
-        nodes = [cluster.add_node(num_cpus=size) for size in (2, 1)]  # no other node is as large as the killed one
+        killed = cluster.add_node(num_cpus=2)  # no other node is as large
         # One thread on each: nodes of different sizes would be different devices.
         search = _start(place, "--ray", cluster.address, "--device", "cpu", "--threads", "1")
         _wait(lambda: len(_records(place)) > 1 and _states(place)["RUNNING"] > 1, search, said)
         before = _records(place)
-        cluster.remove_node(nodes[0], allow_graceful=False)
+        cluster.remove_node(killed, allow_graceful=False)
         assert search.wait(LIMIT_SECONDS) == 0, said.read_text()
     finally:
         cluster.shutdown()
