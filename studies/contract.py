@@ -39,6 +39,13 @@ class Candidate(Document):
         """Canonical form: equal candidates have equal keys."""
         return self.model_dump_json()
 
+    def describe(self, *, parameters: bool = False) -> str:
+        """Return draft and draft-length rule in words, with the `parameters` of the rule if asked for."""
+        if not self.draft.drafts:
+            return self.draft.describe()
+        tuned = self.draft_length.parameters() if parameters else ""
+        return f"{self.draft.describe()}; {self.draft_length.describe()}{f' ({tuned})' if tuned else ''}"
+
     def with_rule(self, rule: DraftLengthRule) -> Candidate:
         """Return the same draft with another rule."""
         return self.model_copy(update={"draft_length": rule})

@@ -89,7 +89,7 @@ def main() -> None:
             "seconds": trial.seconds,
             "tokens": trial.tokens,
             "tuning_speedup": trial.speedup,
-            "candidate": f"{trial.candidate.draft.describe()}; {trial.candidate.draft_length.describe()}",
+            "candidate": trial.candidate.describe(parameters=True),
         }
         for name, seed, trials in runs
         for number, trial in enumerate(trials, 1)

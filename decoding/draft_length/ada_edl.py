@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -72,6 +72,7 @@ class AdaEdl(EntropyBoundRule):
     That token stays out of the acceptance rate, so the threshold moves as in the paper. `keep_last=False` is `ada_edl_published`.
     """
 
+    words: ClassVar[str] = "AdaEDL"
     rule: Literal["ada_edl"] = "ada_edl"
     keep_last: bool = Field(
         True, description="draft the token whose pass triggered the stop (ours; the paper drops it)"
@@ -84,6 +85,7 @@ class AdaEdl(EntropyBoundRule):
 class AdaEdlPublished(EntropyBoundRule):
     """AdaEDL to the letter: the token whose pass triggered the stop is dropped (Section 3 and Algorithm 1)."""
 
+    words: ClassVar[str] = "AdaEDL as published"
     rule: Literal["ada_edl_published"] = "ada_edl_published"
 
     def controller(self) -> AdaptiveThreshold:
@@ -117,6 +119,7 @@ class MaxConfidence(ConfidenceRule):
     Verify's.
     """
 
+    words: ClassVar[str] = "confidence threshold"
     rule: Literal["max_confidence"] = "max_confidence"
 
     def controller(self) -> AdaptiveThreshold:
@@ -130,6 +133,7 @@ class AdaptiveExit(ConfidenceRule):
     Our choice: the top-1 probability decides when sampling too, where the released code takes that of the sampled token.
     """
 
+    words: ClassVar[str] = "adaptive exit"
     rule: Literal["adaptive_exit"] = "adaptive_exit"
 
     def controller(self) -> AdaptiveThreshold:

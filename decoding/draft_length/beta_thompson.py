@@ -7,7 +7,7 @@ its two controllers, Beta-TS and Calibration-TS. This rule has its name from Bet
 from __future__ import annotations
 
 import random
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -29,6 +29,7 @@ class BetaThompson(CostAwareRule):
     plain.
     """
 
+    words: ClassVar[str] = "Thompson sampling of the length"
     rule: Literal["beta_thompson"] = "beta_thompson"
     prior: BetaPrior = Field(UNIFORM, description="(A, B) at the start of a sequence")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -54,6 +54,7 @@ class CalibratedThompson(CostAwareRule):
     useless draft costs less than 3 %.
     """
 
+    words: ClassVar[str] = "Thompson sampling of the gain"
     rule: Literal["calibrated_thompson"] = "calibrated_thompson"
     prior: tuple[BetaPrior, ...] = Field(AS_CONFIDENT, description="(A, B) of each bin at the start of a sequence")
     gain: GainPrior = Field(NO_GAIN, description="prior gain of a drafted round at the start of a sequence")

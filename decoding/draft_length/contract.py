@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
@@ -148,6 +148,8 @@ def tunable(default: Any = ..., *, low: float, high: float, ge: float, le: float
 class DraftLengthRule(Document):
     """The settings of a rule. `persistent` keeps the controller's state from one generation to the next."""
 
+    words: ClassVar[str] = ""
+    """The rule as readers know it; default: its name."""
     rule: str
     max_tokens: int = tunable(8, low=1, high=16, ge=1, le=64, why="most tokens drafted in a round (K)")
     persistent: bool = Field(False, description="keep the adapted state across generations instead of resetting it")
@@ -167,9 +169,13 @@ class DraftLengthRule(Document):
         """Return a fresh controller for one sequence (or, if `persistent`, for consecutive sequences)."""
 
     def describe(self) -> str:
-        """Return the rule and its tunable parameters as a short phrase for tables."""
-        shown = [name for name, field in type(self).model_fields.items() if _is_tunable(field)]
-        return f"{self.rule} ({', '.join(f'{name} {getattr(self, name):.3g}' for name in shown)})"
+        """Return a short phrase for tables, without the parameters that `parameters` lists."""
+        return f"{self.words or self.rule}, up to {self.max_tokens} tokens"
+
+    def parameters(self) -> str:
+        """Return the tunable parameters beside `max_tokens`, with their values."""
+        names = [name for name, field in type(self).model_fields.items() if _is_tunable(field)]
+        return ", ".join(f"{name} {getattr(self, name):.3g}" for name in names if name != "max_tokens")
 
 
 Cost = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]

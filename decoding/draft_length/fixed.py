@@ -6,7 +6,7 @@ threshold.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from decoding.draft_length.contract import Controller, Decision, DraftDistribution, DraftLengthRule, tunable
 
@@ -23,6 +23,9 @@ class Fixed(DraftLengthRule):
     def controller(self) -> Controller:
         return Controller(self.max_tokens)
 
+    def describe(self) -> str:
+        return f"{self.max_tokens} token{'s' if self.max_tokens > 1 else ''} a round"
+
 
 class TopProbability(DraftLengthRule):
     """Stop when the draft's top-1 probability falls below `threshold`.
@@ -30,6 +33,7 @@ class TopProbability(DraftLengthRule):
     The uncertain token is verified too, because its pass is already paid for.
     """
 
+    words: ClassVar[str] = "probability threshold"
     rule: Literal["top_probability"] = "top_probability"
     threshold: float = tunable(
         0.6, low=0.1, high=0.95, ge=0.0, le=1.0, why="top-1 probability below which drafting ends"

@@ -141,7 +141,7 @@ class DraftDocument(Document):
     def describe(self) -> str:
         """Return one short phrase for tables."""
         parts = self.parts
-        draft = ", ".join(part for part in (f"int{parts.bits}" if parts.bits else "", self.phrase) if part)
+        draft = f"{self.phrase} in int{parts.bits}" if parts.bits else self.phrase
         draft = f"{draft}, {parts.tree.describe()}" if parts.tree else draft
         return f"{parts.lookup.describe()}, then {draft}" if parts.lookup else draft
 

@@ -45,7 +45,7 @@ class EarlyExit(DraftDocument):
     def phrase(self) -> str:
         head = "trained head" if self.head else "no head"
         tokens = f" for {self.draft_vocabulary:,} tokens" if self.draft_vocabulary else ""
-        return f"exit at {self.exit_layer}, {head}{tokens}"
+        return f"early exit at layer {self.exit_layer} ({head}{tokens})"
 
     @property
     def own_columns(self) -> dict[str, Any]:

@@ -97,11 +97,11 @@ class LayerSkip(DraftDocument):
 
     @property
     def phrase(self) -> str:
-        """The skipped sublayers; nothing for the whole model with quantised weights."""
+        """The skipped sublayers; the whole model with quantised weights is a self-draft."""
         if self.bits and not self.skips_any:
-            return ""
+            return "self-draft"
         if self.skip_attention == self.skip_mlp:
-            return f"skip {compact_indices(self.skip_attention)}"
+            return f"skip layers {compact_indices(self.skip_attention)}"
         return f"skip attention {compact_indices(self.skip_attention)}, MLP {compact_indices(self.skip_mlp)}"
 
     @property

@@ -69,7 +69,8 @@ class NgramMatch(CopySettings):
 
     @property
     def match(self) -> str:
-        return f"{self.max_ngram}-{self.min_ngram}"
+        shorter = f" to {self.min_ngram}" if self.min_ngram < self.max_ngram else ""
+        return f"n-grams of {self.max_ngram}{shorter}"
 
     def new_index(self, token_ids: Sequence[int], history: RequestHistory | None = None) -> CopyIndex:
         return NgramCopies(token_ids, max_ngram=self.max_ngram, min_ngram=self.min_ngram)
@@ -94,7 +95,7 @@ class SuffixMatch(CopySettings):
 
     @property
     def match(self) -> str:
-        return f"{self.min_match}, x{self.max_spec_factor:g}, {self.min_token_prob:g}"
+        return f"matches from {self.min_match}, factor {self.max_spec_factor:g}, probability {self.min_token_prob:g}"
 
     def new_index(self, token_ids: Sequence[int], history: RequestHistory | None = None) -> CopyIndex:
         return SuffixCopies(
@@ -126,7 +127,7 @@ class Lookup(NgramMatch, FirstLookup):
     max_tokens: MaxCopied = 10
 
     def describe(self) -> str:
-        return f"lookup ({self.match}, {self.max_tokens})"
+        return f"prompt lookup ({self.match}, {self.max_tokens} tokens)"
 
 
 class SuffixLookup(SuffixMatch, FirstLookup):
@@ -137,7 +138,7 @@ class SuffixLookup(SuffixMatch, FirstLookup):
     max_tokens: MaxCopied = 10
 
     def describe(self) -> str:
-        return f"suffix automaton ({self.match}, {self.max_tokens})"
+        return f"suffix automaton ({self.match}, {self.max_tokens} tokens)"
 
 
 def _lookup(value: Any) -> Any:

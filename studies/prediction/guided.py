@@ -223,10 +223,9 @@ class GuidedSearch:
             remarks.append(f"median error of the predictions: {np.median(errors):.0%}, over {len(errors)} trials")
         choice = self.choose()
         if choice is not None and choice.corrected > self._expected_of_best() > 0:
-            rule = choice.prediction.rule.describe()
+            draft, rule = choice.prediction.draft.describe(), choice.prediction.rule.describe()
             remarks.append(
-                f"best candidate left to measure: {choice.corrected:.2f}x expected on the tuning prompts, "
-                f"{choice.prediction.draft.describe()}; {rule}"
+                f"best candidate left to measure: {choice.corrected:.2f}x expected on tuning prompts, {draft}; {rule}"
             )
         return remarks
 

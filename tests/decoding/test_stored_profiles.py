@@ -32,7 +32,7 @@ STORED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "{kind: layer_skip, skip_attention: [], skip_mlp: [], bits: 8, "
         "tree: {shape: sized, least_gain: 0.05, max_leaves: 8}}"
     ): (
-        "int8, tree of at most 8 leaves (gain 0.05)",
+        "self-draft in int8, tree of at most 8 leaves (gain 0.05)",
         "quantised model",
         {
             "skip_attention": "-",
@@ -48,7 +48,8 @@ STORED: dict[str, tuple[str, str, dict[str, Any]]] = {
         f"{{kind: early_exit, exit_layer: 2, {HEAD}, draft_vocabulary: 500, bits: 4, lookup: "
         "{method: suffix_automaton, min_match: 1, max_spec_factor: 2.0, min_token_prob: 0.3, max_tokens: 10}}"
     ): (
-        "suffix automaton (1, x2, 0.3, 10), then int4, exit at 2, trained head for 500 tokens",
+        "suffix automaton (matches from 1, factor 2, probability 0.3, 10 tokens), then early exit at layer 2 (trained head for "
+        "500 tokens) in int4",
         "quantised exit with head",
         {
             "exit_layer": 2,
@@ -65,7 +66,7 @@ STORED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "{kind: early_exit, exit_layer: 3, head: null, head_sha256: null, "
         "lookup: {max_ngram: 4, min_ngram: 2, max_tokens: 7}, tree: {shape: published}}"
     ): (
-        "lookup (4-2, 7), then exit at 3, no head, published tree",
+        "prompt lookup (n-grams of 4 to 2, 7 tokens), then early exit at layer 3 (no head), published tree",
         "exit",
         {
             "exit_layer": 3,
@@ -82,12 +83,12 @@ STORED: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"exit_head": "feature", "tree.shape": "fixed", "tree.leaves": 3},
     ),
     "{kind: prompt_lookup, max_ngram: 5, min_ngram: 2}": (
-        "prompt lookup (5-2)",
+        "prompt lookup (n-grams of 5 to 2)",
         "lookup alone",
         {"lookup.max_ngram": 5, "lookup.min_ngram": 2},
     ),
     "{kind: suffix_automaton, min_match: 2, max_spec_factor: 1.5, min_token_prob: 0.2}": (
-        "suffix automaton (2, x1.5, 0.2)",
+        "suffix automaton (matches from 2, factor 1.5, probability 0.2)",
         "suffix automaton alone",
         {"lookup.min_match": 2, "lookup.max_spec_factor": 1.5, "lookup.min_token_prob": 0.2},
     ),

@@ -115,14 +115,14 @@ def asked(sampler: optuna.samplers.BaseSampler, count: int) -> list[optuna.Trial
 def test_it_begins_with_a_usual_draft_of_each_kind(space: Space) -> None:
     first = [space.suggest(FixedTrial(start)).draft.describe() for start in space.starts()]
     assert first == [
-        "skip 1,3",
-        "int8",
-        "int4",
-        "exit at 3, no head",
-        "exit at 2, trained head",
+        "skip layers 1,3",
+        "self-draft in int8",
+        "self-draft in int4",
+        "early exit at layer 3 (no head)",
+        "early exit at layer 2 (trained head)",
         "feature head",
-        "prompt lookup (3-1)",
-        "suffix automaton (1, x2, 0.3)",
+        "prompt lookup (n-grams of 3 to 1)",
+        "suffix automaton (matches from 1, factor 2, probability 0.3)",
     ]
 
 

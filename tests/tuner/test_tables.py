@@ -104,9 +104,9 @@ decoding: 73.1 tok/s)
  hf-prompt-lookup  0.44 [0.40, 0.48]  0.40 [0.36, 0.44]  4.27 [3.85, 4.70]
 
 plain decoding          the whole model, token by token
-joint                   skip 2, 3; fixed (max_tokens 4)
-conf_layers_tuned       skip 2, 3; fixed (max_tokens 4)
-best ada_edl_published  skip 2, 3; fixed (max_tokens 4)
+joint                   skip layers 2, 3; 4 tokens a round
+conf_layers_tuned       skip layers 2, 3; 4 tokens a round
+best ada_edl_published  skip layers 2, 3; 4 tokens a round
 profile                 the winner; 4 of 4 texts identical
 hf                      generate(use_cache=True); 4 of 4 texts identical
 hf-prompt-lookup        generate(prompt_lookup_num_tokens=10); 4 of 4 texts

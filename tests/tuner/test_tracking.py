@@ -55,8 +55,8 @@ def test_a_trial_is_a_nested_run_with_all_its_columns(open_tracker: Open, client
     )
     tracker.log_trial(made)
     (run,) = _nested(client, tracker)
-    assert run.info.run_name.startswith("conf_layers/7: skip 2-4,9; ada_edl")
-    assert "skip 2-4,9" in run.data.tags["mlflow.note.content"]
+    assert run.info.run_name.startswith("conf_layers/7: skip layers 2-4,9; AdaEDL")
+    assert "skip layers 2-4,9" in run.data.tags["mlflow.note.content"]
     assert run.info.status == "FINISHED"
     assert run.info.end_time - run.info.start_time >= 42_000
     assert run.data.params["skip_mlp"] == "2-4,9"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
@@ -32,8 +33,8 @@ from tuner.results import check_results_folder, plain_text, write_result
 NAME = "bench"
 
 
-def run_and_write(config: BenchConfig, *, progress: Progress) -> tuple[RenderableType, str | None]:
-    """Run the bench, write its results, and return the table, and the error to end with after it is shown.
+def run_and_write(config: BenchConfig, *, progress: Progress) -> tuple[RenderableType, Path, str | None]:
+    """Run the bench, write its results, and return the table, the JSON file, and the error to end with after they are shown.
 
     The results are `bench.json` and `bench.txt`; of several requests in an engine, `schedule.json` and `schedule.txt`. Raises
     SdtuneError for wrong input.
@@ -42,24 +43,26 @@ def run_and_write(config: BenchConfig, *, progress: Progress) -> tuple[Renderabl
     check_results_folder(config.out)
     if config.engine is None:
         result = run_bench(prepare_bench(config, progress), progress)
-        return _written(config, NAME, bench_table(result), bench_json(result)), None
+        return *_written(config, NAME, bench_table(result), bench_json(result)), None
     with engine_task(config, progress) as engine:
         if config.sequences:
             found = measure_schedule(engine, progress)
-            shown, num_different = schedule_table(found), found.num_different
-            _written(config, SCHEDULE, shown, schedule_json(found))
+            written = _written(config, SCHEDULE, schedule_table(found), schedule_json(found))
+            num_different = found.num_different
         else:
             result = _run_in_engine(engine, progress)
-            shown, num_different = bench_table(result), result.num_different
-            _written(config, NAME, shown, bench_json(result))
+            written = _written(config, NAME, bench_table(result), bench_json(result))
+            num_different = result.num_different
     wrong = f"{num_different} texts differ from {engine.program.title}'s own plain decoding"
-    return shown, wrong if num_different else None
+    return *written, wrong if num_different else None
 
 
-def _written(config: BenchConfig, name: str, shown: RenderableType, document: dict[str, Any]) -> RenderableType:
+def _written(
+    config: BenchConfig, name: str, shown: RenderableType, document: dict[str, Any]
+) -> tuple[RenderableType, Path]:
     write_result(config.out, f"{name}.txt", plain_text(shown, width=TABLE_WIDTH))
     write_result(config.out, f"{name}.json", json.dumps(document, indent=1))
-    return shown
+    return shown, config.out / f"{name}.json"
 
 
 def run_bench(task: BenchTask, progress: Progress) -> BenchResult:

@@ -9,7 +9,16 @@ from rich.console import Console
 
 from tuner.bench.config import BenchConfig
 from tuner.cli.options import GroupedCommand, keys_of, options_of, settings_from
-from tuner.cli.terminal import check_names, print_facts, print_sample, progress_on_stderr, use_threads
+from tuner.cli.terminal import (
+    JSON,
+    QUIET,
+    check_names,
+    is_asked,
+    print_facts,
+    print_sample,
+    progress_on_stderr,
+    use_threads,
+)
 from tuner.errors import EngineError
 
 if TYPE_CHECKING:
@@ -43,8 +52,10 @@ FLAGS = (
 
 @click.command(cls=GroupedCommand)
 @keys_of(BenchConfig)
-@options_of(BenchConfig, only=FLAGS, position="profile")
+@options_of(BenchConfig, only=FLAGS, positions=("profile", "dataset"))
 @click.option("--dry-run", is_flag=True, help="Load and check everything, show a prompt, write nothing.")
+@QUIET
+@JSON
 def bench(dry_run: bool, **flags: Any) -> None:
     """Compare a profile with plain decoding and with other ways to decode, on the prompts that its search held out.
 
@@ -84,9 +95,12 @@ def bench(dry_run: bool, **flags: Any) -> None:
             check_groups(config.sequences, len(task.measured))
             _print_plan(task)
             return
-        shown, wrong = run_and_write(config, progress=progress)
-    Console().print(shown, highlight=False)
-    print_facts(Console(), results=config.out)
+        shown, written, wrong = run_and_write(config, progress=progress)
+    if is_asked("json"):
+        click.echo(written.read_text(encoding="utf-8"))
+    else:
+        Console().print(shown, highlight=False)
+        print_facts(Console(), results=config.out)
     if wrong is not None:
         raise EngineError(wrong)
 

@@ -12,6 +12,7 @@ from tuner.cli.options import GroupedCommand, given, keys_of, options_of
 from tuner.cli.show import heads_table
 from tuner.cli.terminal import (
     CONFIG_OPTION,
+    QUIET,
     check_names,
     print_facts,
     print_sample,
@@ -48,9 +49,12 @@ OF_THE_SEARCH = (
 @CONFIG_OPTION
 @keys_of(SearchConfig)
 @options_of(DistillSettings, only=OF_DISTILLATION)
-@options_of(SearchConfig, only=OF_THE_SEARCH, position="model", flags={"heads": "--out"}, may_be_in_file=True)
+@options_of(
+    SearchConfig, only=OF_THE_SEARCH, positions=("model", "dataset"), flags={"heads": "--out"}, may_be_in_file=True
+)
 @click.option("--dry-run", is_flag=True, help="Load and check everything, show a prompt, write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace the heads asked for, and unfinished work of other settings.")
+@QUIET
 def distill(config_file: Path | None, dry_run: bool, overwrite: bool, **flags: Any) -> None:
     """Train heads that draft: one decoder layer for each early exit, or a feature head that drafts on by itself.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from decoding.documents.strict_yaml import Document
 from tuner.cli.options import GroupedCommand, options_of, settings_from
-from tuner.cli.terminal import check_names, print_facts
+from tuner.cli.terminal import JSON, check_names, is_asked, print_facts, print_json
 from tuner.config import FEWEST_SAMPLES, SearchConfig
 from tuner.fields import Device, Dtype, Model, Revision
 from tuner.tables import facts_grid
@@ -33,7 +34,8 @@ class DoctorSettings(Document):
 
 
 @click.command(cls=GroupedCommand)
-@options_of(DoctorSettings, position="model")
+@options_of(DoctorSettings, positions=("model",))
+@JSON
 def doctor(**flags: Any) -> None:
     """Probe a model: which sublayers can be skipped, and can its cache be rolled back? Exit status 1 if it cannot be tuned.
 
@@ -49,14 +51,19 @@ def doctor(**flags: Any) -> None:
     from tuner.search.memory_plan import memory_table, plan_memory
 
     plan = plan_memory(_search_of(settings))
-    Console().print(memory_table(plan))
+    if not is_asked("json"):
+        Console().print(memory_table(plan))
     plan.refuse_too_large(settings.model)
     loaded = load(settings.model, revision=settings.revision, dtype=settings.dtype, device=settings.device)
     found = probe(loaded.model)
-    Console().print(capabilities_panel(found))
     kernels = kernels_on(loaded.model.device, loaded.model.dtype)
-    works = (f"{work}: {each.kernel or f'none, {each.reason}'}" for work, each in kernels.items())
-    print_facts(Console(), kernels="; ".join(works))
+    if is_asked("json"):
+        chosen = {str(work): each.kernel for work, each in kernels.items()}
+        print_json({**asdict(found), "is_supported": found.is_supported, "memory_bytes": plan.total, "kernels": chosen})
+    else:
+        Console().print(capabilities_panel(found))
+        works = (f"{work}: {each.kernel or f'none, {each.reason}'}" for work, each in kernels.items())
+        print_facts(Console(), kernels="; ".join(works))
     if not found.is_supported:
         click.get_current_context().exit(1)
 

@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from tuner.cli.options import GroupedCommand, keys_of, options_of, settings_from
-from tuner.cli.terminal import check_names, print_facts, progress_on_stderr, use_threads
+from tuner.cli.terminal import QUIET, check_names, print_facts, progress_on_stderr, use_threads
 from tuner.errors import without_password
 from tuner.export.settings import ExportSettings
 from tuner.fields import DEFAULT_STORE
@@ -34,7 +34,8 @@ FLAGS = (
 
 @click.command(cls=GroupedCommand)
 @keys_of(ExportSettings)
-@options_of(ExportSettings, only=FLAGS, position="profile")
+@options_of(ExportSettings, only=FLAGS, positions=("profile",))
+@QUIET
 def export(**flags: Any) -> None:
     """Write a profile for another engine: its draft as a model folder, settings, and what is lost.
 

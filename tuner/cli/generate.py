@@ -46,7 +46,7 @@ class GenerateSettings(ProfileSettings):
 @options_of(
     GenerateSettings,
     only=[name for name in GenerateSettings.model_fields if name != "chat_template"],
-    position="profile",
+    positions=("profile",),
 )
 def generate(**flags: Any) -> None:
     """Continue a prompt with a profile. The text streams to stdout, the rates go to stderr."""

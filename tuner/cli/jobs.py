@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tuner.cli.options import GroupedCommand, given, keys_of
 from tuner.cli.service import TOKEN
-from tuner.cli.terminal import print_facts, visible
+from tuner.cli.terminal import JSON, is_asked, print_facts, print_json, visible
 from tuner.config import SearchConfig
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ OUT = click.option(
 @click.option("--queue", default="default", show_default=True, help="Queue of the workers that may run it.")
 @click.option("--wait", is_flag=True, help="Watch the search, and fetch its profile.")
 @OUT
+@JSON
 @click.pass_context
 def submit(context: click.Context, config: Path, queue: str, wait: bool, out: Path, **keys: Any) -> None:
     """Queue the search of a configuration; one that was submitted before is found again."""
@@ -92,16 +93,21 @@ def submit(context: click.Context, config: Path, queue: str, wait: bool, out: Pa
 
 
 @jobs.command(name="list")
+@JSON
 @click.pass_context
 def list_all(context: click.Context) -> None:
     """List the latest searches."""
     with _client(context) as client:
-        for job in client.searches():
-            _print(job)
+        found = client.searches()
+        if is_asked("json"):
+            print_json([job.model_dump(mode="json") for job in found])
+        else:
+            click.echo("".join(f"{_line(job)}\n" for job in found), nl=False)
 
 
 @jobs.command()
 @click.argument("job", metavar="ID")
+@JSON
 @click.pass_context
 def watch(context: click.Context, job: str) -> None:
     """Show a search at each change until it is over. The exit status is 0 if it has a result."""
@@ -124,6 +130,7 @@ def fetch(context: click.Context, job: str, out: Path) -> None:
 
 @jobs.command()
 @click.argument("job", metavar="ID")
+@JSON
 @click.pass_context
 def cancel(context: click.Context, job: str) -> None:
     """Stop a search; a running one after its trial."""
@@ -133,6 +140,7 @@ def cancel(context: click.Context, job: str) -> None:
 
 @jobs.command()
 @click.argument("job", metavar="ID")
+@JSON
 @click.pass_context
 def resume(context: click.Context, job: str) -> None:
     """Queue a cancelled or failed search again; nothing that is finished is repeated."""
@@ -141,11 +149,16 @@ def resume(context: click.Context, job: str) -> None:
 
 
 @jobs.command()
+@JSON
 @click.pass_context
 def workers(context: click.Context) -> None:
     """List the workers."""
     with _client(context) as client:
-        for each in client.workers():
+        found = client.workers()
+        if is_asked("json"):
+            print_json([each.model_dump(mode="json") for each in found])
+            return
+        for each in found:
             state = "dead" if not each.alive else f"runs {each.job}" if each.job else "waits"
             facts = f"{each.name}  {each.device}  queue {each.queue}  {state}, heard of {each.silent_seconds:.0f} s ago"
             click.echo(visible(facts))
@@ -158,7 +171,7 @@ def _watch(client: ServiceClient, job: str) -> None:
     shown = ""
     for now in client.watch(job):
         if (line := _line(now)) != shown:
-            click.echo(line)
+            _print(now)
         shown = line
     if now.state is not JobState.FINISHED:
         raise ServiceError(f"the search {job} is {now.state}{f': {now.error}' if now.error else ''}")
@@ -223,7 +236,8 @@ def _head(client: ServiceClient, job: str, result: JobResult, name: str, sha256:
 
 
 def _print(job: SearchJob) -> None:
-    click.echo(_line(job))
+    """Print a job, as a line of JSON if asked for."""
+    click.echo(job.model_dump_json(ensure_ascii=True) if is_asked("json") else _line(job))
 
 
 def _line(job: SearchJob) -> str:

@@ -93,6 +93,14 @@ class ProductGroup(click.Group):
         entry = COMMANDS.get(cmd_name)
         return None if entry is None else pkgutil.resolve_name(entry.reference)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.NoSuchCommand:  # click looks for similar names among the imported ones
+            raise click.NoSuchCommand(args[0], possibilities=COMMANDS, ctx=ctx) from None
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, COMMANDS))
         for section in dict.fromkeys(entry.section for entry in COMMANDS.values()):

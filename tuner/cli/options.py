@@ -134,13 +134,14 @@ def options_of(
     document: type[BaseModel],
     *,
     only: Iterable[str] | None = None,
-    position: str | None = None,
+    positions: Sequence[str] = (),
     flags: Mapping[str, str] = MappingProxyType({}),
     may_be_in_file: bool = False,
 ) -> Callable[[CallableT], CallableT]:
     """Return a decorator that adds an option for every field of `document`, or for the fields named in `only`.
 
-    The field `position` is an argument. `flags` gives fields another flag than their name. Nested documents and mappings have no
+    The fields of `positions` are arguments, in this order, which a flag gives too. `flags` gives fields another flag than their
+    name. Nested documents and mappings have no
     flag. Fields without a default are required, unless they `may_be_in_file`. Raises TypeError for a field whose type no option can
     hold.
     """
@@ -148,11 +149,10 @@ def options_of(
     options = [
         _option(name, fields[name], flags.get(name), heading, required=not may_be_in_file)
         for name in (fields if only is None else only)
-        if not _is_nested(fields[name]) and name != position
+        if not _is_nested(fields[name]) and name not in positions
     ]
-    if position is not None:
-        options[:0] = _position(position, fields[position], required=not may_be_in_file)
-    return _decorator(options)
+    arguments = [each for name in positions for each in _position(name, fields[name], required=not may_be_in_file)]
+    return _decorator([*arguments, *options])
 
 
 def keys_of(

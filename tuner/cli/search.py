@@ -15,6 +15,7 @@ from studies.samplers import SAMPLERS, load_sampler
 from tuner.cli.options import GroupedCommand, given, keys_of, options_of
 from tuner.cli.terminal import (
     CONFIG_OPTION,
+    QUIET,
     check_names,
     print_facts,
     print_sample,
@@ -66,8 +67,9 @@ def _studies() -> dict[str, type[StudySettings]]:
 @click.command(cls=GroupedCommand)
 @CONFIG_OPTION
 @keys_of(SearchConfig, _studies)
-@options_of(SearchConfig, only=FLAGS, position="model", may_be_in_file=True)
+@options_of(SearchConfig, only=FLAGS, positions=("model", "dataset"), may_be_in_file=True)
 @click.option("--dry-run", is_flag=True, help="Load and check everything, print the plan, write nothing.")
+@QUIET
 def search(config_file: Path | None, dry_run: bool, **flags: Any) -> None:
     """Search for the fastest lossless draft and write a profile.
 
@@ -189,7 +191,7 @@ def _print_interrupted(interrupted: InterruptedSearchError) -> None:
         return
     best = interrupted.best
     click.echo(
-        f"sdtune: stopped; best so far {best.speedup:.2f}x on tuning prompts: {best.candidate.draft.describe()}",
+        f"sdtune: stopped; best so far {best.speedup:.2f}x on tuning prompts: {best.candidate.describe()}",
         err=True,
     )
     if interrupted.out is not None:
@@ -197,6 +199,7 @@ def _print_interrupted(interrupted: InterruptedSearchError) -> None:
 
 
 def _print_conclusion(console: Console, found: SearchResult, config: SearchConfig) -> None:
+    """Print what the tables do not show: why the studies ended, the time, the verdict, and what to do now."""
     from tuner.review.verdict import verdict
     from tuner.tracking import ui_lines
 
@@ -204,34 +207,40 @@ def _print_conclusion(console: Console, found: SearchResult, config: SearchConfi
         print_facts(console, search=f"{name}: {reason}")
     if found.no_comparison is not None and config.stock:
         print_facts(console, generate=f"not compared with transformers' generate: {found.no_comparison}")
-    cost = found.cost
-    heads = f"; {cost.distillation_seconds:.0f} s of distilling exit heads" if cost.distillation_seconds else ""
-    print_facts(console, cost=f"{cost.trials} trials, {cost.seconds:.0f} s of search{heads}")
     stages = ", ".join(f"{stage} {spoken(seconds)}" for stage, seconds in found.stages.items())
-    print_facts(console, time=f"{spoken(sum(found.stages.values()))}: {stages}")
+    seconds = found.cost.distillation_seconds
+    heads = f", after {spoken(seconds)} of distilling exit heads" if seconds else ""
+    print_facts(console, time=f"{spoken(sum(found.stages.values()))}, {found.cost.trials} trials{heads}: {stages}")
     engine = found.profile.provenance.engine if found.profile.provenance else None
     if engine is not None:
         print_facts(console, engine=f"race and held-out figures were measured in {engine.name} {engine.version}")
-    interval = found.confirmed.speedup_interval()
-    shown = f"{interval.value:.2f}x, 95 % interval {interval.ci95[0]:.2f} to {interval.ci95[1]:.2f}"
-    if found.profile.measured is None and interval.ci95[0] <= 1.0:
-        plain = "plain decoding" if engine is None else f"{engine.name}'s own plain decoding"
-        console.print(f"[bold]Nothing beats {plain} with 95 % confidence[/bold]; the profile says to decode plainly.")
-    if found.profile.measured is None:
-        if found.winner.candidate.draft.drafts:
-            print_facts(console, nearest=f"{found.winner.study}: {shown}; {found.objection}")
-    else:
-        print_facts(console, winner=Text.assemble(f"{found.winner.study}: ", (shown, "bold"), " on held-out prompts"))
-    if (whole := found.confirmed.end_to_end) is not None and found.winner.candidate.draft.drafts:
-        low, high = (end_to_end := whole.speedup_interval()).ci95
-        shown = f"{end_to_end.value:.2f}x, 95 % interval {low:.2f} to {high:.2f}, prefill included"
-        print_facts(console, **{"end to end": shown})
     conclusion = verdict(found)
     for caution in conclusion.cautions:
         print_facts(console, care=caution)
     print_facts(console, verdict=Text(conclusion.headline, style="bold"))
     print_facts(
         console,
-        profile=f"{config.out}   (sdtune show {config.out})",
+        profile=f"{config.out}{'' if found.profile.draft.drafts else ', which decodes plainly'}",
+        **(_uses(found, config) if conclusion.ship else {"now": TRY}),
         review=None if found.address is None else ui_lines(config.tracking_uri, found.address),
     )
+
+
+TRY = (
+    "try more prompts (a narrower interval), prompts like production's, a longer --max-new-tokens, --runner static, or "
+    "--dtype bfloat16 on a GPU"
+)
+"""What may give a speed-up where a search found none."""
+
+
+def _uses(found: SearchResult, config: SearchConfig) -> dict[str, str]:
+    """Return how to try and deploy the profile of a search."""
+    out = config.out
+    exports = f"sdtune export {out} --to {config.deploy_to or 'folder'} --out DIR"
+    promotion = f"sdtune promote {found.run_id} --name NAME --why REASON"
+    return {
+        "try": f"sdtune generate {out} --prompt TEXT --compare",
+        "use": f'model.generate(**inputs, custom_generate=load_decoder("{out}")), after: from decoding.deploy import load_decoder',
+        "serve": f"sdtune serve {out}",
+        "deploy": f"{promotion}, or {exports}",
+    }

@@ -53,7 +53,7 @@ class ServeSettings(ProfileSettings):
 @options_of(
     ServeSettings,
     only=[name for name in ServeSettings.model_fields if name not in ("drain", "max_waiting", "always_draft")],
-    position="profile",
+    positions=("profile",),
 )
 def serve(**flags: Any) -> None:
     """Serve a profile's model by OpenAI's HTTP API, with continuous batching.

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from decoding.drafts import LayerSkip
 from decoding.profile import DraftProfile, EndToEndFigures, Measured, ProfileOrigin
+from tuner.cli.terminal import JSON, is_asked, print_json
 from tuner.fields import local_profile
 from tuner.tables import facts_grid, figures_table, spaced
 
@@ -26,19 +27,29 @@ STRIP_WIDTH = 40
 
 @click.command()
 @click.argument("path", metavar="PROFILE|DIR", type=click.Path(path_type=Path))
+@JSON
 def show(path: Path) -> None:
     """Show a profile on one screen: draft, draft-length rule and measured speed-up. Or the trained heads in a folder."""
     path = local_profile(path)
-    for each in _heads(path) if path.is_dir() else [_profile(path)]:
-        Console().print(each)
+    if path.is_dir():
+        _show_heads(path)
+    elif is_asked("json"):
+        print_json(DraftProfile.load(path).model_dump(mode="json", by_alias=True))
+    else:
+        Console().print(profile_panel(DraftProfile.load(path)))
 
 
-def _heads(folder: Path) -> list[object]:
+def _show_heads(folder: Path) -> None:
     from decoding.head_folder import list_feature_head, list_heads
 
     feature = list_feature_head(folder)
     exits = list_heads(folder, required=feature is None)
-    return [*([exits_table(exits)] if exits else []), *([feature_head_table(feature)] if feature else [])]
+    if is_asked("json"):
+        found = [*exits.values(), *([feature] if feature else [])]
+        print_json([facts.model_dump(mode="json") for facts in found])
+        return
+    for table in [*([exits_table(exits)] if exits else []), *([feature_head_table(feature)] if feature else [])]:
+        Console().print(table)
 
 
 def exits_table(facts: Mapping[int, HeadFacts]) -> Table:
@@ -69,10 +80,6 @@ def heads_table(facts: Mapping[int, HeadFacts]) -> Table:
     """Return the table of exit heads, or of a feature head, which a distillation makes alone."""
     feature = [of_head for of_head in facts.values() if of_head.is_feature_head]
     return feature_head_table(feature[0]) if feature else exits_table(facts)
-
-
-def _profile(path: Path) -> RenderableType:
-    return profile_panel(DraftProfile.load(path))
 
 
 def profile_panel(profile: DraftProfile) -> RenderableType:

@@ -5,14 +5,15 @@ Imports torch and optuna only when they are needed.
 
 from __future__ import annotations
 
+import json
 import os
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from rich.console import Console, RenderableType
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from studies.contract import TrialRecord
     from tuner.inputs.prompts import Prompt
 
-
+CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 CONFIG_OPTION = click.option(
     "--config",
     "config_file",
@@ -42,6 +43,29 @@ CONFIG_OPTION = click.option(
     heading="Configuration",
     help="YAML file with any of these settings, and settings of the studies; flags win.",
 )
+
+
+def _switch(*names: str, help: str) -> Callable[[CallableT], CallableT]:
+    """Return an option of many commands, whose presence `is_asked` tells."""
+
+    def note(context: click.Context, option: click.Parameter, is_given: bool) -> None:
+        context.meta[f"sdtune.{option.name}"] = is_given
+
+    return click.option(*names, is_flag=True, expose_value=False, callback=note, help=help)
+
+
+QUIET = _switch("-q", "--quiet", help="Print no progress.")
+JSON = _switch("--json", help="Print JSON.")
+
+
+def is_asked(option: str) -> bool:
+    """Return whether the running command was given the switch of this name."""
+    return bool(click.get_current_context().meta.get(f"sdtune.{option}"))
+
+
+def print_json(data: Any) -> None:
+    """Print data, in ASCII: a terminal obeys none of it."""
+    click.echo(json.dumps(data, indent=2))
 
 
 def use_threads(threads: int | None) -> None:
@@ -193,13 +217,13 @@ class TerminalProgress(Progress):
 
         self.advance()
         if best is not None:
-            self.show(f"best {best.speedup:.2f}x, {best.candidate.draft.describe()}")
+            self.show(f"best {best.speedup:.2f}x, {best.candidate.describe()}")
         if record.state is TrialState.FAIL:
             self.say(f"trial {record.study}/{record.number} failed: {record.reason}")
         elif not self._console.is_terminal:
             shown = f"{record.speedup:.2f}x" if record.speedup else record.state.lower()
             again = f" (repeats trial {record.repeat_of})" if record.repeat_of is not None else ""
-            self.say(f"  {record.study}/{record.number}: {shown}{again}  {record.candidate.draft.describe()}")
+            self.say(f"  {record.study}/{record.number}: {shown}{again}  {record.candidate.describe(parameters=True)}")
 
     def show(self, text: str) -> None:
         if self._task is not None:
@@ -222,5 +246,8 @@ class _WithRemark(Bars):
 
 @contextmanager
 def progress_on_stderr() -> Iterator[Progress]:
+    if is_asked("quiet"):
+        yield Progress()
+        return
     with TerminalProgress(Console(stderr=True)) as progress:
         yield progress

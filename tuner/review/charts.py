@@ -14,7 +14,7 @@ from decoding.profile import Interval
 from studies.contract import TrialRecord, TrialState
 from studies.measurement import Measurement
 from tuner.measuring.contender import PROFILE
-from tuner.review.document import SearchResult, described, trial_name
+from tuner.review.document import SearchResult, trial_name
 
 BLUE, ORANGE, GREEN, PURPLE, SKY, RED, GREY = (
     *("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"),
@@ -34,7 +34,7 @@ def held_out_chart(result: SearchResult) -> go.Figure:
     shown: list[tuple[str, Interval, str]] = []
     for rival in result.rivals:
         won = " (winner)" if rival is result.winner else ""
-        shown.append((f"{rival.trial}{won}", rival.measurement.speedup_interval(), described(rival)))
+        shown.append((f"{rival.trial}{won}", rival.measurement.speedup_interval(), rival.candidate.describe()))
     if result.comparison is not None:
         for name, each in result.comparison.contenders.items():
             if name != PROFILE:
@@ -92,7 +92,7 @@ def _add_trials(
     colour: str,
 ) -> None:
     texts = [
-        f"{trial_name(r)}: {m.speedup:.2f}<br>{_short(described(r))}<br>{_short(r.reason or '')}" for _, r, m in trials
+        f"{trial_name(r)}: {m.speedup:.2f}<br>{_short(_words(r))}<br>{_short(r.reason or '')}" for _, r, m in trials
     ]
     has_intervals = state is TrialState.COMPLETE and all(len(m.samples) > 1 for _, _, m in trials)
     figure.add_scatter(
@@ -163,9 +163,7 @@ def prediction_chart(result: SearchResult) -> go.Figure | None:
         y=[measured for _, measured, _ in pairs],
         mode="markers",
         marker={"size": 9, "color": BLUE},
-        hovertext=[
-            f"{trial_name(r)}: {p:.2f} predicted, {m:.2f} measured<br>{_short(described(r))}" for p, m, r in pairs
-        ],
+        hovertext=[f"{trial_name(r)}: {p:.2f} predicted, {m:.2f} measured<br>{_short(_words(r))}" for p, m, r in pairs],
         hoverinfo="text",
         name="trials",
     )
@@ -283,6 +281,10 @@ def _titled(figure: go.Figure, x: str, y: str, *, height: int = 360) -> go.Figur
     figure.update_xaxes(title=x, automargin=True)
     figure.update_yaxes(title=y, automargin=True)
     return figure
+
+
+def _words(record: TrialRecord) -> str:
+    return record.candidate.describe(parameters=True)
 
 
 def _short(text: str) -> str:

@@ -128,12 +128,6 @@ def trial_name(record: TrialRecord) -> str:
     return f"{record.study}/{record.number}"
 
 
-def described(trial: TrialRecord | MeasuredCandidate) -> str:
-    """Return draft and draft-length rule in words."""
-    draft, rule = trial.candidate.draft, trial.candidate.draft_length
-    return f"{draft.describe()}; {rule.describe()}" if draft.drafts else draft.describe()
-
-
 def read_comparison(path: Path, name: str) -> StockComparison:
     """Return the contenders of a bench of the profile named `name`, from the `bench.json` that `sdtune bench` writes.
 

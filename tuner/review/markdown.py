@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from studies.contract import TrialRecord, TrialState
-from tuner.review.document import SearchResult, TextPair, described, trial_name
+from tuner.review.document import SearchResult, TextPair, trial_name
 from tuner.review.tables import FinalRow, final_rows
 from tuner.review.verdict import verdict
 
@@ -113,7 +113,7 @@ def _cell(text: str) -> str:
 def trial_run_name(record: TrialRecord, *, won: bool = False) -> str:
     """Return the name of a trial's run: its number, how it ended unless complete, and the draft in words."""
     state = "" if record.state is TrialState.COMPLETE else f" ({_ending(record)})"
-    name = f"{WON if won else ''}{trial_name(record)}{state}: {described(record)}"
+    name = f"{WON if won else ''}{trial_name(record)}{state}: {record.candidate.describe(parameters=True)}"
     return name if len(name) <= MOST_NAME else f"{name[: MOST_NAME - 1]}…"
 
 
@@ -127,7 +127,7 @@ def trial_note(record: TrialRecord) -> str:
 
 
 def _trial_lines(record: TrialRecord) -> Iterator[str]:
-    yield f"{described(record)}, proposed by {record.origin}."
+    yield f"{record.candidate.describe(parameters=True)}, proposed by {record.origin}."
     if record.repeat_of is not None:
         yield f"The same candidate as {record.study}/{record.repeat_of}, whose measurement it takes over."
     if record.state is TrialState.PRUNED:

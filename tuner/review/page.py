@@ -9,7 +9,7 @@ from typing import Any
 
 from studies.contract import TrialRecord, TrialState
 from studies.measurement import Measurement
-from tuner.review.document import SearchResult, described, trial_name
+from tuner.review.document import SearchResult, trial_name
 from tuner.review.tables import final_rows
 from tuner.review.verdict import verdict
 
@@ -125,7 +125,7 @@ def _trials(result: SearchResult) -> Iterator[dict[str, Any]]:
             "name": name,
             "won": won,
             "speedup": "" if record.measurement is None else f"{record.measurement.speedup:.2f}",
-            "description": described(record),
+            "description": record.candidate.describe(parameters=True),
             "outcome": "won the race" if won else _outcome(record, raced.get(name)),
         }
 

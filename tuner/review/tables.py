@@ -14,7 +14,7 @@ from rich.table import Table
 from studies.contract import TrialRecord
 from studies.measurement import Measurement, geometric_means
 from tuner.measuring.contender import PROFILE
-from tuner.review.document import MeasuredCandidate, SearchResult, StockComparison, StockContender, described
+from tuner.review.document import MeasuredCandidate, SearchResult, StockComparison, StockContender
 from tuner.tables import facts_grid, figures_table, spaced
 from tuner.trial_columns import trial_metrics, trial_params
 
@@ -59,7 +59,7 @@ def description(each: MeasuredCandidate, winner: MeasuredCandidate) -> str:
     fewer = ""
     if len(common.samples) < len(winner.measurement.samples):
         fewer = f"; on {common.num_prompts} prompts, where the winner has {common.speedup_interval()}"
-    return f"{described(each)}{origin}{fewer}"
+    return f"{each.candidate.describe()}{origin}{fewer}"
 
 
 def _decode_table(measured: Mapping[str, Measurement]) -> Table:

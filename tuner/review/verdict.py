@@ -13,7 +13,7 @@ from decoding.profile import DraftProfile, Interval
 from studies.measurement import Measurement
 from studies.ratios import Ratio
 from tuner.measuring.contender import PROFILE
-from tuner.review.document import SearchResult, StockComparison, described
+from tuner.review.document import SearchResult, StockComparison
 
 FEW_PROMPTS = 12
 """Held-out prompts, or batches, below which the verdict says that an interval over them is rough."""
@@ -67,7 +67,9 @@ def verdict(result: SearchResult) -> ShipVerdict:
     """Return the verdict on a search."""
     confirmed, over_stock = result.confirmed, _over_stock(result.comparison)
     found = decide(claimed=result.objection is None, over_stock=over_stock, noise=result.noise.disturbances)
-    figures = f"decoding is {_speedup(confirmed)} times as fast as plain decoding on held-out prompts"
+    whole = confirmed.end_to_end
+    with_prefill = "" if whole is None else f" ({whole.speedup_interval()} with the prefill)"
+    figures = f"{_speedup(confirmed)} times as fast as plain decoding on held-out prompts{with_prefill}"
     if result.objection is not None:
         best = (
             ""
@@ -79,7 +81,7 @@ def verdict(result: SearchResult) -> ShipVerdict:
         name, ratio = faster
         headline = f"{found}: {name} is faster, the profile has {ratio} of its speed."
     else:
-        headline = f"{found}: {figures}." if found is Shipping.SHIP else f"{found}. {_sentence(figures)}."
+        headline = f"{found}: {figures}." if found is Shipping.SHIP else f"{found}. {figures}."
     return ShipVerdict(found, headline, tuple(_reasons(result)), tuple(cautions(result)))
 
 
@@ -97,8 +99,6 @@ def _faster(over_stock: Mapping[str, Interval]) -> tuple[str, Interval] | None:
 def _reasons(result: SearchResult) -> Iterator[str]:
     """Yield what speaks for or against the profile."""
     confirmed = result.confirmed
-    if (whole := confirmed.end_to_end) is not None:
-        yield f"End to end, with the prefill, the speed-up is {whole.speedup_interval()}."
     ties = f", {confirmed.num_ties} differ at a numerical tie" if confirmed.num_ties else ""
     unit = "texts" if confirmed.batch_size > 1 else "prompts"
     yield f"{confirmed.num_identical} of {confirmed.num_prompts} held-out {unit} are identical to plain decoding{ties}."
@@ -134,7 +134,7 @@ def _level_with(result: SearchResult) -> str | None:
     for other in others:
         ratio = _ratio(first.measurement, other.measurement)
         if ratio is not None and ratio.ci95[0] <= 1.0:
-            return f"{other.trial} ({described(other)}) is not clearly slower: the winner has {ratio} of its speed."
+            return f"{other.trial} ({other.candidate.describe()}) is not clearly slower: the winner has {ratio} of its speed."
     return None
 
 

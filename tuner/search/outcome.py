@@ -323,7 +323,7 @@ def track_result(tracker: Tracker, result: SearchResult, task: Task) -> None:
             figures[f"stock/profile_over_{name}"] = each.profile_over_it.value
     tags = {
         "decision": result.profile.draft.kind,
-        "winner": f"{winner.candidate.draft.describe()}; {winner.candidate.draft_length.describe()}",
+        "winner": winner.candidate.describe(),
         "winner_origin": winner.origin,
         "profile": result.profile.name,
         "noisy": str(bool(noise.disturbances)).lower(),

@@ -72,8 +72,7 @@ def _contenders(task: Task, profile: Candidate | None, held_out: Bench) -> tuple
         OwnDecoding(PLAIN, plain_decoder(task.target), eos, description="our own loop without drafts")
     ]
     if profile is not None:
-        described = f"{profile.draft.describe()}; {profile.draft_length.describe()}"
-        contenders.append(OwnDecoding(PROFILE, held_out.decoder(profile), eos, description=described))
+        contenders.append(OwnDecoding(PROFILE, held_out.decoder(profile), eos, description=profile.describe()))
     contenders.append(stock_generate(GENERATE, model, eos))
     if held_out.batch_size > 1:
         return contenders, {PROMPT_LOOKUP: ONE_SEQUENCE}

@@ -28,7 +28,6 @@ from studies.contract import TrialRecord
 from studies.samplers.contract import BEGUN, RECORD, StudySampler
 from tuner.databases import TABLES, attempt, make_private, refuse_unusable_database, sqlite_path
 from tuner.errors import StorageError, StorageOutageError, without_password
-from tuner.review.document import described
 
 FAILURES = (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError)
 """Errors of a storage that is locked, full, damaged or unreachable."""
@@ -265,7 +264,7 @@ class StoredStudy:
 
     def keep(self, trial: optuna.Trial, record: TrialRecord) -> None:
         """Write the record of a trial to disk."""
-        trial.set_user_attr(CANDIDATE, described(record))
+        trial.set_user_attr(CANDIDATE, record.candidate.describe(parameters=True))
         if record.reason is not None:
             trial.set_user_attr(REASON, record.reason)
         trial.set_user_attr(RECORD, record.model_dump_json())

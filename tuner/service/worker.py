@@ -179,7 +179,7 @@ class StoredProgress(Progress):
             self._note()
 
     def trial(self, record: TrialRecord, best: TrialRecord | None) -> None:
-        best_draft = None if best is None else best.candidate.draft.describe()
+        best_draft = None if best is None else best.candidate.describe()
         best_speedup = None if best is None else best.speedup
         done = self._now.done + 1
         self._note(done=done, trials=self._now.trials + 1, best_speedup=best_speedup, best_draft=best_draft)

@@ -72,20 +72,16 @@ def test_entropy_is_in_nats_and_removed_tokens_have_no_share() -> None:
 # --- contract of every rule -----------------------------------------------------------------------------------------------
 
 NOTHING_TO_LEARN = ("fixed", "top_probability")
+THRESHOLD = "target_acceptance 0.9, step 0.01, acceptance_decay 0.5, threshold_decay 0.9"
 DESCRIPTIONS = {
-    "fixed": "fixed (max_tokens 8)",
-    "top_probability": "top_probability (max_tokens 8, threshold 0.6)",
-    "ada_edl": "ada_edl (max_tokens 8, initial_threshold 0.4, gamma 0.2, target_acceptance 0.9, step 0.01, "
-    "acceptance_decay 0.5, threshold_decay 0.9)",
-    "ada_edl_published": "ada_edl_published (max_tokens 8, initial_threshold 0.4, gamma 0.2, target_acceptance 0.9, "
-    "step 0.01, acceptance_decay 0.5, threshold_decay 0.9)",
-    **{
-        name: f"{name} (max_tokens 8, initial_threshold 0.8, target_acceptance 0.9, step 0.01, acceptance_decay 0.5, "
-        "threshold_decay 0.9)"
-        for name in ("max_confidence", "adaptive_exit")
-    },
-    "beta_thompson": "beta_thompson (max_tokens 8, forgetting 0.97)",
-    "calibrated_thompson": "calibrated_thompson (max_tokens 8, forgetting 0.97)",
+    "fixed": ("8 tokens a round", ""),
+    "top_probability": ("probability threshold, up to 8 tokens", "threshold 0.6"),
+    "ada_edl": ("AdaEDL, up to 8 tokens", f"initial_threshold 0.4, gamma 0.2, {THRESHOLD}"),
+    "ada_edl_published": ("AdaEDL as published, up to 8 tokens", f"initial_threshold 0.4, gamma 0.2, {THRESHOLD}"),
+    "max_confidence": ("confidence threshold, up to 8 tokens", f"initial_threshold 0.8, {THRESHOLD}"),
+    "adaptive_exit": ("adaptive exit, up to 8 tokens", f"initial_threshold 0.8, {THRESHOLD}"),
+    "beta_thompson": ("Thompson sampling of the length, up to 8 tokens", "forgetting 0.97"),
+    "calibrated_thompson": ("Thompson sampling of the gain, up to 8 tokens", "forgetting 0.97"),
 }
 
 
@@ -96,7 +92,7 @@ class TestEveryRule:
         assert rule.rule == name
         assert not rule.persistent, "its state is reset for each sequence"
         assert TypeAdapter(AnyRule).validate_python(rule.model_dump()) == rule
-        assert rule_of(name).describe() == DESCRIPTIONS[name]
+        assert (rule_of(name).describe(), rule_of(name).parameters()) == DESCRIPTIONS[name]
         with pytest.raises(ValidationError, match="extra_forbidden"):
             RULES[name](tokens=3)
         with pytest.raises(ValidationError, match="frozen"):

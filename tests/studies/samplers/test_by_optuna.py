@@ -65,7 +65,9 @@ def test_known_candidates_are_measured_first(problem: Problem) -> None:
     known = Candidate(draft=LayerSkip.blocks((2, 4)), draft_length=Fixed(max_tokens=5))
     assert begun("tpe", problem, candidates=(known,)).suggest() == known
     unknown = known.model_copy(update={"draft": EarlyExit(exit_layer=2, head="h.safetensors", head_sha256="a" * 64)})
-    with pytest.raises(ValueError, match="the search does not consider the draft 'exit at 2, trained head'"):
+    with pytest.raises(
+        ValueError, match="the search does not consider the draft 'early exit at layer 2 \\(trained head\\)'"
+    ):
         begun("tpe", problem, candidates=(known, unknown))
 
 

@@ -91,18 +91,22 @@ def test_it_begins_with_the_best_forecast_then_nothing_then_the_others(target: T
     assert [each.draft for each in on_the_best] == [head_draft(2)] * len(others)
     assert [each.draft_length.rule for each in on_the_best] == others
     assert {each.draft.describe() for each in rest} == {
-        "exit at 1, trained head",
-        "exit at 3, trained head",
-        "exit at 5, no head",
-        "exit at 7, no head",
+        "early exit at layer 1 (trained head)",
+        "early exit at layer 3 (trained head)",
+        "early exit at layer 5 (no head)",
+        "early exit at layer 7 (no head)",
     }
 
 
 def test_any_exit_may_be_chosen_whatever_is_predicted(target: Target) -> None:
     """Optuna refuses a second process whose predictions offer other values."""
     found = {each.draft.describe() for each in drawn(study_of(target), 200)}
-    heads = {f"exit at {layer}, trained head" for layer in HEADS}
-    assert found == {"plain decoding", *heads, *(f"exit at {layer}, no head" for layer in range(1, NUM_LAYERS))}
+    heads = {f"early exit at layer {layer} (trained head)" for layer in HEADS}
+    assert found == {
+        "plain decoding",
+        *heads,
+        *(f"early exit at layer {layer} (no head)" for layer in range(1, NUM_LAYERS)),
+    }
     assert study_of(target, FORECASTS[3:]).identity() == study_of(target).identity()
 
 
@@ -133,7 +137,7 @@ def test_exits_are_predicted_from_costs_and_continuations() -> None:
     predicted = [each.notes["predicted_speedup"] for each in records if each.candidate.draft.drafts]
     assert predicted[0] == max(predicted) > min(predicted)
     assert {each.candidate.draft.describe() for each in records} >= {
-        f"exit at {layer}, no head" for layer in range(1, 6)
+        f"early exit at layer {layer} (no head)" for layer in range(1, 6)
     }
     with pytest.raises(ValueError, match="needs the costs of model passes"):
         Trying(ExitLayer(replace(problem, costs=None), ExitLayerSettings()))

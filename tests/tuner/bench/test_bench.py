@@ -133,7 +133,7 @@ def test_all_contenders_write_plain_decodings_text_and_all_is_kept(
         "over plain",
         "profile over it",
         "6/6",
-        "exit at 4, trained head",
+        "early exit at layer 4 (trained head)",
     ):
         assert word in table
         assert word in result.stdout

@@ -51,7 +51,9 @@ def test_a_store_that_does_not_answer_is_noticed_before_the_model_is_loaded(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["serch"], ["No such command 'serch'"]),
+        (["serch"], ["No such command 'serch'", "Did you mean one of: 'search'"]),
+        (["jobs", "lst"], ["No such command 'lst'", "Did you mean 'list'"]),
+        (["search", "m", "d", "--dataset", "e"], ["dataset is given twice: 'd' and --dataset 'e'"]),
         (["generate", "p.yaml"], ["Missing option '--prompt'"]),
     ],
 )

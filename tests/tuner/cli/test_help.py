@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from studies.samplers.joint import JointSettings
@@ -48,7 +49,8 @@ CHEAP = [
     ("search", "--model", "gpt2", "--dataset", "none.jsonl"),
     ("search", "--model", "gpt2", "--dataset", "gsm8k", "--out", "no/such/folder/p.yaml"),
     ("search", "no/such-model", "--dataset", "gsm8k"),
-    ("search", "m", "--dataset", "d", "--set", "finalist=3"),
+    ("search", "m", "d", "--set", "finalist=3"),
+    ("search", "m", "d", "--dataset", "gsm8k"),
     ("distill", "./none", "--dataset", "gsm8k"),
     ("doctor", "/no/such/model"),
     ("generate", "none.yaml", "--prompt", "a"),
@@ -83,12 +85,18 @@ def test_help_and_cheap_checks_import_nothing_heavy(ends: dict[tuple[str, ...], 
         assert ends[arguments][1] == "status 2", arguments
 
 
+def test_a_shell_completes_commands_and_options() -> None:
+    complete = ShellComplete(main, {}, "sdtune", "_SDTUNE_COMPLETE").get_completions
+    assert [each.value for each in complete([], "se")] == ["search", "serve", "service"]
+    assert "--held-out-prompts" in [each.value for each in complete(["search"], "--held")]
+
+
 def test_every_setting_has_its_description_in_the_long_help() -> None:
     shown = " ".join(CliRunner().invoke(main, ["search", "--help-all"]).stdout.split())
     for document, prefix in ((SearchConfig, ""), (DistillSettings, "distillation."), (JointSettings, "studies.joint.")):
         for name, field in document.model_fields.items():
             assert field.description, name
-            if name not in ("model", "studies", "distillation"):
+            if name not in ("model", "dataset", "studies", "distillation"):
                 key = f"--{name.replace('_', '-')} " if name in FLAGS and not prefix else f"{prefix}{name} "
                 assert key in shown, name
                 assert field.description in shown, name

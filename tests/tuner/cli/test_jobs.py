@@ -126,9 +126,11 @@ def test_a_link_at_the_place_of_a_head_is_not_followed(tmp_path: Path) -> None:
 
 def test_what_a_service_says_is_printed_visibly() -> None:
     with answering([], profile(), state="failed", error=ESCAPE, model=ESCAPE, dataset=ESCAPE) as address:
-        listed = jobs(address, "list")
+        listed, as_data = jobs(address, "list"), jobs(address, "list", "--json")
     assert listed.exit_code == 0
+    assert json.loads(as_data.output)[0]["error"] == ESCAPE
     assert listed.output[:-1].isprintable()
+    assert as_data.output.isascii()
     assert listed.output.count("\\x1b]0;pwned") == 3
 
 

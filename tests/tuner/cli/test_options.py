@@ -126,7 +126,7 @@ def keyed(*arguments: str) -> tuple[Keyed | None, str]:
 
     @click.command(cls=GroupedCommand)
     @keys_of(Keyed)
-    @options_of(Keyed, only=["kind"], position="model")
+    @options_of(Keyed, only=["kind"], positions=("model",))
     def command(**flags: Any) -> None:
         made.append(settings_from(Keyed, flags))
 

@@ -57,7 +57,7 @@ def test_a_profile_is_one_screen_that_says_it_all() -> None:
     text = _text(_profile())
     assert len(text.splitlines()) <= 30
     for words in (
-        *("1.41x, 95 % interval 1.36 to 1.46", "148.2", "31 of 32", "1 numerical ties", "64 trials, 412 s", "ada_edl"),
+        *("1.41x, 95 % interval 1.36 to 1.46", "148.2", "31 of 32", "1 numerical ties", "64 trials, 412 s", "AdaEDL"),
         *(
             "    layer 0    5    10",
             "attention ###..#######",
@@ -95,16 +95,23 @@ HEAD = EarlyExit(exit_layer=4, head="demo.exit_head_4.safetensors", head_sha256=
         (
             _profile({"search": SearchCost(trials=64, seconds=412.0, distillation_seconds=90.0)}, draft=HEAD),
             [
-                *("exit at 4, trained head", "demo.exit_head_4.safetensors", "412 s; 90 s to distil exit heads"),
+                *(
+                    "early exit at layer 4 (trained head)",
+                    "demo.exit_head_4.safetensors",
+                    "412 s; 90 s to distil exit heads",
+                ),
                 "attention ####........",
             ],
             "no head",
         ),
-        (_profile(draft=EarlyExit(exit_layer=4)), ["exit at 4, no head"], "distil"),
-        (_profile(draft=PromptLookup(min_ngram=2)), ["prompt lookup (3-2)", "ada_edl"], "####"),
+        (_profile(draft=EarlyExit(exit_layer=4)), ["early exit at layer 4 (no head)"], "distil"),
+        (_profile(draft=PromptLookup(min_ngram=2)), ["prompt lookup (n-grams of 3 to 2)", "AdaEDL"], "####"),
         (
             _profile(draft=EarlyExit(exit_layer=4, lookup=Lookup())),
-            ["lookup (3-1, 10), then exit at 4, no head", "attention ####........"],
+            [
+                "prompt lookup (n-grams of 3 to 1, 10 tokens), then early exit at layer 4 (no head)",
+                "attention ####........",
+            ],
             "trained",
         ),
     ],

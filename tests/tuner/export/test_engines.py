@@ -157,7 +157,8 @@ def test_what_is_lost_is_named(name: str) -> None:
     plan = _plan(profile=profile, length=length, lookup=lookup_of(profile, engine, length))
     text = losses_text(plan, engine, DraftCost(3 * 2**20, 512.0, 40), ())
     assert "always 6 tokens (the profile's rounds drafted 6.20 tokens on average, copies included)" in text
-    assert f"| lookup before the draft | lookup (3-2, 8) | {'changed' if engine.looks_up_first else 'lost'} |" in text
+    fate = "changed" if engine.looks_up_first else "lost"
+    assert f"| lookup before the draft | prompt lookup (n-grams of 3 to 2, 8 tokens) | {fate} |" in text
     assert "| verification | resumes after 3 blocks | lost |" in text
     assert "adds 3.0 MiB" in text
     assert "0.50 KiB" in text
@@ -168,7 +169,7 @@ def test_a_draft_that_the_engine_quantises_is_a_changed_one() -> None:
     engine, draft = load_engine("llama.cpp"), LayerSkip(bits=8)
     whole = DraftShape(tuple(range(6)), has_head=False, num_target_layers=6)
     text = losses_text(_plan(profile=_profile(draft), shape=whole, bits=8), engine, None, ())
-    assert "| draft | int8 | changed | the whole model, 6 layers |" in text
+    assert "| draft | self-draft in int8 | changed | the whole model, 6 layers |" in text
     assert "a copy of the model, quantised by the engine to 8 bits" in text
     assert "Q8_0 rounds otherwise" in text
     text = losses_text(_plan(profile=_profile(draft), bits=8), engine, DraftCost(2**20, 512.0, 40), ())

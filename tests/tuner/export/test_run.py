@@ -56,7 +56,10 @@ def test_transformers_generates_plain_texts_with_the_exported_head(
     lines = [json.loads(line) for line in Path("out/prompts.jsonl").read_text().splitlines()]
     assert len(lines) == 4
     assert set(lines[0]) == {"prompt", "output_tokens"}
-    assert "lookup before the draft | lookup (3-1, 10) | lost" in Path("out/LOSSES.md").read_text()
+    assert (
+        "lookup before the draft | prompt lookup (n-grams of 3 to 1, 10 tokens) | lost"
+        in Path("out/LOSSES.md").read_text()
+    )
 
 
 @pytest.mark.parametrize(

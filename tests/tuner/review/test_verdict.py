@@ -22,7 +22,7 @@ from tuner.review.verdict import Shipping, shipping, verdict
 def test_a_confirmed_speedup_ships_with_its_interval() -> None:
     found = verdict(review(comparison=stock(hf=1.6, hf_prompt_lookup=1.2)))
     assert found.ship
-    assert found.headline.startswith("Ship: decoding is 1.40 [1.35, 1.45] times as fast")
+    assert found.headline.startswith("Ship: 1.40 [1.35, 1.45] times as fast")
     assert any("`hf-prompt-lookup`" in reason for reason in found.reasons)
     assert found.cautions == ()
 
@@ -45,9 +45,7 @@ def test_a_busy_machine_shows_where_the_verdict_is_read() -> None:
     noise = QUIET.model_copy(update={"waiting": 0.4})
     found = verdict(review(noise=noise))
     assert found.shipping is Shipping.MEASURE_AGAIN
-    assert found.headline.startswith(
-        "Ship, but measure again: the machine was busy. Decoding is 1.40 [1.35, 1.45] times as fast"
-    )
+    assert found.headline.startswith("Ship, but measure again: the machine was busy. 1.40 [1.35, 1.45] times as fast")
     assert search_note(review(noise=noise), profile_path="p.yaml").startswith(f"## {Shipping.MEASURE_AGAIN}")
     assert f'<p class="verdict again">{Shipping.MEASURE_AGAIN}' in report_page(review(noise=noise))
     assert verdict(review(noise=noise, objection="it is slower")).shipping is Shipping.DO_NOT_SHIP
@@ -116,7 +114,7 @@ def test_a_description_without_a_profile_to_load_has_no_snippet() -> None:
 @pytest.mark.parametrize(
     ("made", "name", "note"),
     [
-        (record(1.2, number=7), "conf_layers/7: skip 2,3", "Speed-up of decoding on 2 tuning prompts: 1.20"),
+        (record(1.2, number=7), "conf_layers/7: skip layers 2,3", "Speed-up of decoding on 2 tuning prompts: 1.20"),
         (
             record(0.8, state=TrialState.PRUNED, reason="slower"),
             "conf_layers/0 (pruned): ",

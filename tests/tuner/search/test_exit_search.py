@@ -119,7 +119,7 @@ def test_profile_with_a_head_is_used_and_the_search_resumes_with_its_heads(
     assert torch.equal(plain, drafted)
     shown = CliRunner().invoke(main, ["show", "profile.yaml"])
     assert shown.exit_code == 0
-    for words in (name, f"exit at {profile.draft.exit_layer}, trained head", "20 s to distil exit heads"):
+    for words in (name, f"early exit at layer {profile.draft.exit_layer} (trained head)", "20 s to distil exit heads"):
         assert words in shown.stdout
     arguments = ["generate", "profile.yaml", "--prompt", "w3 w4", "--max-new-tokens", "10", "--compare"]
     generated = CliRunner().invoke(main, arguments)
@@ -194,8 +194,8 @@ def test_when_drafting_nothing_is_best_the_profile_says_plain_decoding(
     # Four prompts a trial: with two, none is left when a candidate may be given up.
     result = search(rules, trials="4", tuning_prompts="6", prompts_per_trial="4")
     assert result.exit_code == 0, result.output
-    assert "Nothing beats plain decoding" in result.stdout
-    assert "nearest" not in result.stdout
+    assert "verdict  Do not ship: decode plainly" in result.stdout
+    assert "now      try more prompts" in result.stdout
     profile = DraftProfile.load("profile.yaml")
     assert (profile.draft.kind, profile.measured) == ("none", None)
     assert not list(workplace.glob("*.safetensors"))

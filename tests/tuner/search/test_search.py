@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ def test_from_the_command_to_a_profile_that_generate_loads_and_everything_in_mlf
         "3.00 [3.00, 3.00]",
         "4/4",
         "mlflow ui",
+        "verdict  Do not ship: hf is faster",
+        "now      try more prompts",
     ):
         assert word in result.stdout
 
@@ -83,6 +86,8 @@ def test_from_the_command_to_a_profile_that_generate_loads_and_everything_in_mlf
     assert shown.exit_code == 0
     assert "3.00x, 95 % interval 3.00 to 3.00" in shown.stdout
     assert "over hf" in shown.stdout
+    data = json.loads(CliRunner().invoke(main, ["show", "profile.yaml", "--json"]).stdout)
+    assert DraftProfile.model_validate(data) == profile
     _check_mlflow(workplace)
 
 
@@ -165,12 +170,15 @@ def test_the_same_command_after_the_end_shows_its_result_and_measures_nothing(
 ) -> None:
     first = run_search(study="conf_layers")
     assert first.exit_code == 0, first.output
+    assert " 3.00 [3.00, 3.00] times as fast as plain decoding on held-out prompts (" in first.stdout
+    assert "try      sdtune generate profile.yaml --prompt TEXT --compare" in first.stdout
     profile = Path("profile.yaml").read_bytes()
     Path("profile.yaml").unlink()
     with monkeypatch.context() as patches:
         patches.setattr("tuner.search.run.open_bench", lambda *_: pytest.fail("prompts are decoded"))
         again = run_search(study="conf_layers")
-        elsewhere = run_search(study="conf_layers", out="elsewhere.yaml")
+        elsewhere = run_search(study="conf_layers", out="elsewhere.yaml", quiet=True)
+    assert elsewhere.stderr == ""
     assert again.exit_code == elsewhere.exit_code == 0, again.output
     assert "its result stands" in again.stderr
     assert again.stdout == first.stdout

@@ -59,7 +59,7 @@ def test_every_trial_is_measured_recorded_and_observed(tmp_path: Path) -> None:
     assert [record.state for record in records] == [TrialState.COMPLETE] * 2
     assert [len(record.measurement.samples) for record in records if record.measurement] == [6, 6]
     assert study.observed == records
-    assert [record.notes for record in records] == [{"skipped": "skip 3"}, {"skipped": "skip 4"}]
+    assert [record.notes for record in records] == [{"skipped": "skip layers 3"}, {"skipped": "skip layers 4"}]
 
 
 def test_a_set_met_before_is_not_measured_again(tmp_path: Path) -> None:
