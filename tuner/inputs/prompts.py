@@ -168,6 +168,8 @@ def reading_notes(read: Sequence[Prompt | LeftOut], limits: LengthLimits) -> tup
     return tuple(lines)
 
 
+FEWEST = 6
+"""Prompts of each part with which a search begins, if the dataset has no more."""
 DEFAULT_FORMAT = PromptSettings()
 """Columns and templates as guessed."""
 
@@ -199,6 +201,7 @@ def load_prompts(
     settings: PromptSettings = DEFAULT_FORMAT,
     rows: PromptRows | None = None,
     held_out_sha256: Sequence[str] = (),
+    fewest: int | None = None,
 ) -> PromptSet:
     """Draw tuning and held-out prompts from `source` (syntax: `tuner.inputs.datasets`), determined by `seed`.
 
@@ -208,7 +211,8 @@ def load_prompts(
 
     Up to `num_spare` further prompts are drawn from the remaining rows that fit; they do not change the two parts. `rows` are those
     of `source`, if they are open already. With `held_out_sha256` the held-out part is the prompts with these hashes, as many as the
-    dataset has, in this order, and `num_held_out` is ignored.
+    dataset has, in this order, and `num_held_out` is ignored. With `fewest`, a dataset that has too few prompts is halved, if that
+    gives this number for both parts.
 
     Raises `DatasetError` for a missing or unreadable source or column, a template or system prompt that cannot be used, limits that
     leave no room, or too few prompts.
@@ -225,7 +229,7 @@ def load_prompts(
     if held_out_sha256:
         parts = _draw_around(reader, num_tuning, held_out_sha256, seed)
     else:
-        parts = _draw(reader, (num_tuning, num_held_out), seed)
+        parts = _draw(reader, (num_tuning, num_held_out), seed, fewest)
     return parts if num_spare < 1 else replace(parts, spare=tuple(_spare(reader, parts, num_spare, seed)))
 
 
@@ -239,6 +243,7 @@ def search_prompts(
 ) -> PromptSet:
     """Return the prompts of a search for its configuration; see `load_prompts`.
 
+    Unless the user gave their numbers, a dataset of few prompts is halved. `DatasetError` where that makes fewer than `fewest`.
     A distillation calls this too, so that it knows the search's held-out prompts and avoids them.
     """
     return load_prompts(
@@ -252,10 +257,32 @@ def search_prompts(
         seed=config.seed,
         settings=config,
         rows=rows,
+        fewest=_fewest(config),
     )
 
 
-def _draw(reader: PromptReader, sizes: tuple[int, int], seed: int) -> PromptSet:
+def _fewest(config: SearchConfig) -> int | None:
+    """Return the least prompts of a part; None if the user gave the numbers."""
+    given = {"tuning_prompts", "held_out_prompts"} & config.model_fields_set
+    return None if given else max(FEWEST, 2 * config.batch_size)
+
+
+def check_rows(config: SearchConfig, rows: PromptRows) -> None:
+    """Raise `DatasetError` if a dataset has not even the rows for the prompts of a search. Needs no tokenizer."""
+    least = _fewest(config)
+    needed = config.tuning_prompts + config.held_out_prompts if least is None else 2 * least
+    if (count := rows.table.num_rows) < needed:
+        raise DatasetError(
+            f"too few prompts: the dataset {rows.table.name} has {count} rows, and {needed} are needed: {_way_out(count)}"
+        )
+
+
+def _way_out(count: int) -> str:
+    flags = f", or --tuning-prompts {count - count // 2} --held-out-prompts {count // 2} for a wide interval"
+    return f"give more{flags if count >= 4 else ''}"
+
+
+def _draw(reader: PromptReader, sizes: tuple[int, int], seed: int, fewest: int | None) -> PromptSet:
     groups, read = reader.rows.groups, list[Prompt | LeftOut]()
     part_of_group = {} if groups is None else _deal(groups, sizes, seed)
     parts: tuple[list[Prompt], list[Prompt]] = ([], [])
@@ -271,10 +298,16 @@ def _draw(reader: PromptReader, sizes: tuple[int, int], seed: int) -> PromptSet:
             parts[part].append(found)
             if all(len(filled) == size for filled, size in zip(parts, sizes, strict=True)):
                 break
-    tuning, held_out = parts
-    if (len(tuning), len(held_out)) != sizes:
-        raise _too_few(reader, read, (len(tuning), len(held_out)), sizes)
     notes = (*reader.notes, *reading_notes(read, reader.limits))
+    if (len(parts[0]), len(parts[1])) != sizes:
+        if groups is None:
+            found, middle = [*parts[0], *parts[1]], -(-(len(parts[0]) + len(parts[1])) // 2)
+            parts = (found[:middle], found[middle:]) if fewest is not None else parts
+        if fewest is None or min(map(len, parts)) < fewest:
+            raise _too_few(reader, read, (len(parts[0]), len(parts[1])), sizes if fewest is None else (fewest, fewest))
+        split = f"{len(parts[0])} for tuning and {len(parts[1])} held out"
+        notes = (*notes, f"few prompts: {split}, so intervals will be wide; {sizes[0]} and {sizes[1]} are usual")
+    tuning, held_out = parts
     return PromptSet(reader.rows.table.name, _fingerprint(parts), tuple(tuning), tuple(held_out), notes=notes)
 
 
@@ -303,7 +336,7 @@ def _too_few(
     advice = f"; {reader.limits.advice}" if Reason.TOO_LONG in missing else ""
     return DatasetError(
         f"too few prompts: the dataset {reader.rows.table.name} gives {found[0]} for tuning and {found[1]} held out{apart} "
-        f"(rows left out: {'; '.join(missing.values()) or 'none'}), but {sizes[0]} and {sizes[1]} are needed{advice}"
+        f"(rows left out: {'; '.join(missing.values()) or 'none'}), but {sizes[0]} and {sizes[1]} are needed: {_way_out(sum(found))}{advice}"
     )
 
 

@@ -24,7 +24,7 @@ from tuner.heads.plan import num_spare
 from tuner.inputs.checkpoint import checkpoint_configuration
 from tuner.inputs.memory import explained_shortage, gigabytes
 from tuner.inputs.models import Loaded, eos_token_ids, load, target_identity
-from tuner.inputs.prompts import Prompt, PromptSet, search_prompts
+from tuner.inputs.prompts import Prompt, PromptSet, check_rows, search_prompts
 from tuner.inputs.rows import open_rows
 from tuner.measuring.baseline import decode_baseline
 from tuner.measuring.contender import PriceList, WallClock
@@ -152,6 +152,7 @@ def _prepared(
     # A search trains exit heads: a feature head is worth its time only to those who ask for it.
     config = config.model_copy(update={"distillation": config.distillation.model_copy(update={"head": "exit"})})
     rows = open_rows(config.dataset, config)
+    check_rows(config, rows)
     configuration = None
     if loaded is None:
         configuration = checkpoint_configuration(config.model, config.revision)
@@ -171,6 +172,7 @@ def _prepared(
         check_folder_writable(config.heads, what="exit heads", error=DistillationError)
     spare = num_spare(config) if may_distil else 0
     prompts = search_prompts(config, loaded.tokenizer, target.context_length, num_spare=spare, rows=rows)
+    config = config.model_copy(update=_counts(config, prompts))
     _check_time(config, settings, budget)
     for note in prompts.notes:
         progress.say(note)
@@ -201,6 +203,14 @@ def _prepared(
         settings=settings,
         configuration=configuration,
     )
+
+
+def _counts(config: SearchConfig, prompts: PromptSet) -> dict[str, int]:
+    """Return the numbers of prompts that there are; half of few tuning prompts are left for the race."""
+    tuning, per_trial = len(prompts.tuning), config.prompts_per_trial
+    if tuning < config.tuning_prompts:
+        per_trial = min(per_trial, max(2, tuning // 2))
+    return {"tuning_prompts": tuning, "held_out_prompts": len(prompts.held_out), "prompts_per_trial": per_trial}
 
 
 def _feature_draft(config: SearchConfig, folder: HeadFolder, prompts: PromptSet) -> FeatureHeadDraft | None:

@@ -61,6 +61,16 @@ def test_a_wrong_command_line(workplace: Path, arguments: list[str], words: list
     refused(CliRunner().invoke(main, arguments), *words)
 
 
+def test_too_few_rows_are_refused_before_the_model_is_loaded(
+    workplace: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuner.search.task.load", None)
+    data = write_tiny_prompts(workplace / "few.jsonl", count=11)
+    refused(CliRunner().invoke(main, ["search", str(checkpoint), str(data)]), "has 11 rows, and 12 are needed")
+    asked = ["search", str(checkpoint), str(data), "--tuning-prompts", "8"]
+    refused(CliRunner().invoke(main, asked), "32 are needed", "--tuning-prompts 6 --held-out-prompts 5")
+
+
 def test_a_damaged_storage_is_left_as_it_is(run_search: SearchCommand, workplace: Path) -> None:
     path = workplace / "trials.db"
     path.write_bytes(b"not a database " * 300)

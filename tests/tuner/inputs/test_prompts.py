@@ -342,6 +342,18 @@ class TestDraw:
         message = refusal(path, tokenizer, num_tuning=2, num_held_out=2)
         assert "2 for tuning and 1 held out (rows left out: 3 empty; 2 repeated), but 2 and 2" in message
 
+    def test_few_prompts_are_halved(self, tmp_path: Path, tokenizer: Any) -> None:
+        path = prompts_file(tmp_path, WORDS[:13])
+        prompts = load(path, tokenizer, 24, 24, fewest=6)
+        assert texts(prompts) == texts(load(path, tokenizer, 7, 6))
+        assert prompts.notes == (
+            "few prompts: 7 for tuning and 6 held out, so intervals will be wide; 24 and 24 are usual",
+        )
+        message = refusal(prompts_file(tmp_path, WORDS[:11]), tokenizer, num_tuning=24, num_held_out=24, fewest=6)
+        assert message.endswith(
+            "6 and 6 are needed: give more, or --tuning-prompts 6 --held-out-prompts 5 for a wide interval"
+        )
+
     def test_only_what_is_needed_is_tokenized(
         self, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -21,6 +21,7 @@ from studies.contract import Candidate, TrialRecord
 from tests.support.benches import charge, per_token
 from tests.support.commands import SearchCommand
 from tests.support.stored_trials import stored_records
+from tests.support.tiny import write_tiny_prompts
 from tuner.cli.main import main
 from tuner.measuring.paired import Bench
 from tuner.review.document import SearchResult
@@ -280,13 +281,11 @@ def test_a_draft_that_changes_the_text_is_never_chosen(
     assert not Path("profile.yaml").exists()
 
 
-def test_a_dry_run_writes_nothing(
-    run_search: SearchCommand, workplace: Path, checkpoint: Path, prompts_file: Path
-) -> None:
-    sizes = ["--max-new-tokens", "8", "--tuning-prompts", "8", "--held-out-prompts", "8"]
-    arguments = ["search", "--model", str(checkpoint), "--dataset", str(prompts_file), "--dry-run", *sizes]
-    result = CliRunner().invoke(main, arguments)
+def test_a_dry_run_of_few_prompts_writes_nothing(workplace: Path, checkpoint: Path) -> None:
+    data = write_tiny_prompts(workplace.parent / "few.jsonl", count=12)
+    result = CliRunner().invoke(main, ["search", str(checkpoint), str(data), "--max-new-tokens", "8", "--dry-run"])
     assert result.exit_code == 0, result.output
+    assert "6 for tuning (3 per trial), 6 held out" in result.stdout
     assert "nothing was written" in result.stdout
     assert "joint" in result.stdout
     assert list(workplace.iterdir()) == []
