@@ -334,9 +334,10 @@ def _too_few(
     apart = f" when no {column!r} is in both" if column else ""
     missing = left_out(read, reader.limits)
     advice = f"; {reader.limits.advice}" if Reason.TOO_LONG in missing else ""
+    needed = f"{sizes[0]} and {sizes[1]} are needed: {_way_out(sum(found))}{advice}"
     return DatasetError(
         f"too few prompts: the dataset {reader.rows.table.name} gives {found[0]} for tuning and {found[1]} held out{apart} "
-        f"(rows left out: {'; '.join(missing.values()) or 'none'}), but {sizes[0]} and {sizes[1]} are needed: {_way_out(sum(found))}{advice}"
+        f"(rows left out: {'; '.join(missing.values()) or 'none'}), but {needed}"
     )
 
 
