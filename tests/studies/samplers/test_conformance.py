@@ -36,6 +36,7 @@ from tests.support.trying import Speed, Trying, copied
 SMALL = {
     "max_tokens": 3,
     "num_surveyed": 20,
+    "rules": ["fixed", "ada_edl"],
     "survey_tokens": 32,
     "pool_tokens": 64,
     "window": 8,

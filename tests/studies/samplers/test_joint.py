@@ -27,7 +27,7 @@ from tests.support.tiny import tiny_target
 from tests.support.trying import Trying, as_predicted, copied
 
 NUM_LAYERS = 6
-SMALL: dict[str, Any] = {"num_surveyed": 40, "max_tokens": 6, "bits": ()}
+SMALL: dict[str, Any] = {"num_surveyed": 40, "max_tokens": 6, "bits": (), "rules": ("fixed", "top_probability")}
 SKIP_SETS: dict[str, Any] = {**SMALL, "kinds": ("skip_set",), "trees": False}
 
 
@@ -82,7 +82,7 @@ def test_it_ends_when_nothing_gets_better_or_is_within_reach(problem: Problem) -
     assert tried.ended == "no better candidate in 4 trials"
     sampler._search.add([LayerSkip(skip_attention=(1,))])
     assert tried.ended is None, "patience begins anew for drafts that join"
-    _, patient = begun(problem, **SKIP_SETS, patience=99, rules=("fixed", "top_probability"))
+    _, patient = begun(problem, **SKIP_SETS, patience=99)
     patient.run(40, as_predicted)
     assert (patient.ended or "").startswith("no candidate left is likely to beat")
 

@@ -23,7 +23,14 @@ from tests.support.families import build, some_tokens
 from tests.support.feature_heads import disturbed_feature_head, write_feature_head
 from tuner.measuring.cost_table import resolve_terms
 
-SMALL: dict[str, Any] = {"num_surveyed": 12, "max_tokens": 4, "num_exits": 2, "num_lookups": 2, "bits": ()}
+SMALL: dict[str, Any] = {
+    "num_surveyed": 12,
+    "max_tokens": 4,
+    "num_exits": 2,
+    "num_lookups": 2,
+    "bits": (),
+    "rules": ("fixed",),
+}
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,13 @@ from tests.support.families import build, some_tokens
 from tests.support.heads import write_heads
 from tuner.search.memory_plan import BYTES_PER_WEIGHT
 
-SMALL: dict[str, Any] = {"num_surveyed": 12, "max_tokens": 4, "num_exits": 2, "num_lookups": 2}
+SMALL: dict[str, Any] = {
+    "num_surveyed": 12,
+    "max_tokens": 4,
+    "num_exits": 2,
+    "num_lookups": 2,
+    "rules": ("fixed", "ada_edl"),
+}
 BOTH: dict[str, Any] = {**SMALL, "bits": (8, 4)}
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
