@@ -24,7 +24,7 @@ def postgres() -> Iterator[str]:
     if folder_of_programs is None:
         raise ConfigError("PostgreSQL is not installed: no initdb was found")
     if find_spec("psycopg") is None:
-        raise ConfigError("psycopg is not installed: pip install 'sdtune[postgres]'")
+        raise ConfigError("psycopg is not installed: pip install -e '.[postgres]' in sdtune's checkout")
     folder = Path(tempfile.mkdtemp(prefix="sdtune-pg-"))
     user = "postgres" if os.getuid() == 0 else None  # the server refuses to run as root
     if user is not None:

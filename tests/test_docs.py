@@ -113,7 +113,7 @@ def test_names_of_code_exist(page: Path) -> None:
 
 def test_packages_to_carry_cover_the_dependencies() -> None:
     """Each dependency is carried to a machine without a registry or is there already; carried versions are the tested ones."""
-    page = ROOT / "docs" / "getting-started.md"
+    page = ROOT / "docs" / "gpu.md"
     carried = dict(word.split("==") for block in _blocks(page, "") for word in block.split() if "==" in word)
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8").lower()
     tested = dict(re.findall(r"^([\w-]+)==(\S+)$", constraints, re.MULTILINE))

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import tomllib
 
+import pytest
+
 from tests.support.paths import ROOT
-from tuner.cli.launch import EXTRAS
+from tuner.cli.launch import EXTRAS, launch
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
@@ -73,7 +75,7 @@ def test_production_runs_without_the_packages_of_the_tuner() -> None:
     assert ran.stdout.strip() == "", ran.stderr
     (line,) = ran.stderr.strip().splitlines()
     assert line.startswith("sdtune: the tuner is not installed")
-    assert "pip install 'sdtune[tune]'" in line
+    assert "pip install -e '.[tune]' in sdtune's checkout" in line
     assert ran.returncode == 2
 
 
@@ -112,6 +114,16 @@ def test_the_wheel_holds_no_benchmark() -> None:
 
 def test_command_is_the_launcher() -> None:
     assert PROJECT["scripts"] == {"sdtune": "tuner.cli.launch:launch"}
+
+
+def test_help_needs_no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That help imports nothing of one is checked in `tests/tuner/cli/test_help.py`."""
+    installed = ("click", "rich")
+    monkeypatch.setattr("tuner.cli.launch.find_spec", lambda package: package if package in installed else None)
+    monkeypatch.setattr(sys, "argv", ["sdtune", "serve", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        launch()
+    assert ended.value.code == 0
 
 
 def test_launcher_knows_the_packages_of_the_extras() -> None:

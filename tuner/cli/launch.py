@@ -27,13 +27,14 @@ def launch() -> None:
     """Run the command, or exit with status 2 and one line that says what to install."""
     named = (sys.argv[1:2] or [""])[0]
     extras = {"serve": ("serve",), **dict.fromkeys(("service", "worker", "jobs"), ("tune", "service"))}
+    wants_help = not {"-h", "--help", "--version"}.isdisjoint(sys.argv)
     for extra in extras.get(named, ("tune",)):
-        missing = [package for package in EXTRAS[extra] if find_spec(package) is None]
-        if missing:
+        needed = ("click", "rich") if wants_help else EXTRAS[extra]
+        if missing := [package for package in needed if find_spec(package) is None]:
             what = {"tune": "tuner", "serve": "server", "service": "tuning service"}[extra]
             print(
-                f"sdtune: the {what} is not installed (no {', '.join(missing)}): pip install 'sdtune[{extra}]', or "
-                f"pip install -e '.[{extra}]' in a checkout",
+                f"sdtune: the {what} is not installed (no {', '.join(missing)}): pip install -e '.[{extra}]' in sdtune's "
+                f"checkout, or its wheel with [{extra}]",
                 file=sys.stderr,
             )
             sys.exit(2)

@@ -127,7 +127,7 @@ def _add_figures(facts: Table, measured: Measured) -> None:
         whole = "" if figures.end_to_end_speedup is None else f"; end to end {figures.end_to_end_speedup}"
         facts.add_row(name, f"{figures.speedup}{whole}, {figures.prompts} prompts")
     for name, against in measured.stock.items():
-        facts.add_row(f"over {name}", f"{against.profile_over_it} of its decoding speed, {against.prompts} prompts")
+        facts.add_row(f"over {name}", f"{against.profile_over_it} times its decoding speed, {against.prompts} prompts")
     if measured.batch_size > 1:
         batch = f"{measured.batch_size} prompts in lockstep, also for plain decoding; rates are per batch"
         facts.add_row("batch", batch)

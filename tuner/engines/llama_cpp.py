@@ -138,7 +138,9 @@ class LlamaCppServer(EngineProgram):
             )
         text = log.read_text(encoding="utf-8", errors="replace")
         if missing := re.search(r"^ModuleNotFoundError: .*", text, re.MULTILINE):
-            raise EngineError(f"llama.cpp's converter: {missing[0]}; pip install 'sdtune[engines]' has what it imports")
+            raise EngineError(
+                f"llama.cpp's converter: {missing[0]}; pip install -e '.[engines]' in sdtune's checkout brings what it imports"
+            )
         if done.returncode:
             raise EngineError(f"llama.cpp's converter cannot convert {model}: {last_lines(log)}")
         return gguf_converter.NOTE if gguf_converter.NOTE in text else ""

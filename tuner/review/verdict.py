@@ -105,7 +105,7 @@ def _reasons(result: SearchResult) -> Iterator[str]:
     if result.comparison is not None:
         for name, each in result.comparison.contenders.items():
             if name != PROFILE:
-                yield f"The profile has {each.profile_over_it} of the decoding speed of `{name}` ({each.description})."
+                yield f"Decoding is {each.profile_over_it} times as fast as `{name}` ({each.description})."
     elif result.no_comparison is not None:
         yield f"Not compared with transformers' generate: {result.no_comparison}."
 

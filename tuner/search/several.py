@@ -112,7 +112,7 @@ def search_on_ray(config: SearchConfig, progress: Progress) -> None:
     ends with a result.
     """
     if ray is None:
-        raise ConfigError("ray: it is not installed: pip install 'sdtune[ray]'")
+        raise ConfigError("ray: it is not installed: pip install -e '.[ray]' in sdtune's checkout")
     assert config.ray is not None, "the caller has looked"
     try:
         ray.init(address=config.ray, logging_level="ERROR", log_to_driver=False, ignore_reinit_error=True)

@@ -18,6 +18,8 @@ from tuner.cli.search import FLAGS
 from tuner.config import DistillSettings, SearchConfig
 
 HEAVY = ("torch", "transformers", "optuna", "mlflow", "datasets", "sklearn", "matplotlib")
+EXTRAS = ("fastapi", "dbos", "uvicorn", "httpx2", "prometheus_client", "jinja2", "plotly", "scipy", "sqlalchemy")
+"""What an installation without extras lacks, beside the heavy ones."""
 CHECK = """
 import contextlib, io, json, sys
 from tuner.cli.main import main
@@ -65,7 +67,7 @@ def ends() -> dict[tuple[str, ...], tuple[str, str]]:
     """Run all command lines in one process, which imports nothing else; give stdout, and the status with new heavy modules."""
     commands = [*((*arguments, "--help") for arguments in HELP), *CHEAP]
     done = subprocess.run(
-        [sys.executable, "-c", CHECK.format(heavy=HEAVY), json.dumps(commands)],
+        [sys.executable, "-c", CHECK.format(heavy=(*HEAVY, *EXTRAS)), json.dumps(commands)],
         capture_output=True,
         text=True,
         check=False,

@@ -58,6 +58,8 @@ def test_one_file_has_everything_and_loads_nothing(page: str) -> None:
     found = _Words()
     found.feed(page)
     words = " ".join(found.words)
+    assert page.index("times as fast as plain") < page.index("<script>"), "the verdict does not wait for the charts"
+    assert "m on d · " in words
     for wanted in (
         *("Ship: 1.43", "Progress of the search", "Where the time of a token goes", "Acceptance by position"),
         *(
