@@ -53,7 +53,8 @@ def _mlflow(address: str | Path) -> Any:
         import mlflow
     except ImportError as cause:
         raise ProfileError(
-            f"{address} needs MLflow, which is not installed ({first_line(cause)}): pip install -e '.[registry]' in sdtune's checkout"
+            f"{address} needs MLflow, which is not installed ({first_line(cause)}): pip install -e '.[registry]' in "
+            "sdtune's checkout"
         ) from None
     return mlflow
 

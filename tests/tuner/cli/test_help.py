@@ -18,7 +18,7 @@ from tuner.cli.search import FLAGS
 from tuner.config import DistillSettings, SearchConfig
 
 HEAVY = ("torch", "transformers", "optuna", "mlflow", "datasets", "sklearn", "matplotlib")
-EXTRAS = ("fastapi", "dbos", "uvicorn", "httpx2", "prometheus_client", "jinja2", "plotly", "scipy", "sqlalchemy")
+EXTRAS = ("fastapi", "dbos", "uvicorn", "prometheus_client", "jinja2", "plotly", "scipy", "sqlalchemy")
 """What an installation without extras lacks, beside the heavy ones."""
 CHECK = """
 import contextlib, io, json, sys
