@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from rich.console import Group, RenderableType
 
 from decoding.documents.strict_yaml import Document
@@ -19,6 +20,7 @@ from tuner.measuring.contender import PLAIN, PROFILE, Contender
 from tuner.review.tables import accepted, category_table, identical
 from tuner.tables import facts_grid, figures_table
 
+PERCENTILES = (50, 90, 99)
 TABLE_WIDTH = 120
 """Width of the table on disk, in characters."""
 
@@ -71,6 +73,16 @@ class BenchResult:
         whole = self.compared.measurements[name].end_to_end
         assert whole is not None, "a bench times the prefill of every sample"
         return whole.time_to_first_token_seconds / self.repeats
+
+    def latencies(self, name: str) -> dict[str, dict[str, float]]:
+        """Return percentiles over the samples, in milliseconds: time to first token, and time per output token after it."""
+        samples = self.compared.measurements[name].samples
+        first = [each.prefill.draft_seconds / self.repeats for each in samples if each.prefill is not None]
+        per_token = [each.draft_seconds * each.texts.count / each.draft_tokens for each in samples]
+        return {
+            key: {f"p{q}": float(np.percentile(seconds, q)) * 1000 for q in PERCENTILES}
+            for key, seconds in (("ttft_ms", first), ("tpot_ms", per_token))
+        }
 
 
 def units_of(batch_size: int) -> str:
@@ -133,16 +145,21 @@ def bench_table(result: BenchResult) -> RenderableType:
     whole = figures_table(
         "End to end, prefill included, on the same prompts",
         "contender",
-        *("tok/s", "over plain", "profile over it", "prefill\nms", "over plain's"),
+        *("tok/s", "over plain", "profile over it", "prefill over\nplain's"),
+    )
+    latency = figures_table(
+        "Latency in ms over the prompts: time to first token (TTFT), time per output token (TPOT)",
+        "contender",
+        *(f"{what}\np{q}" for what in ("TTFT", "TPOT") for q in PERCENTILES),
     )
     for name, each in result.compared.measurements.items():
-        prefill = f"{result.first_token_seconds(name) * 1000:.1f}"
         over = "1.00" if name == PLAIN else f"{_prefill_over_plain(each) or ''}"
-        whole.add_row(name, *_speeds(result, name, Phase.END_TO_END), prefill, over)
+        whole.add_row(name, *_speeds(result, name, Phase.END_TO_END), over)
+        latency.add_row(name, *(f"{ms:.1f}" for found in result.latencies(name).values() for ms in found.values()))
     legend = facts_grid()
     for term, meaning in _legend(result):
         legend.add_row(term, meaning)
-    parts = [table, whole]
+    parts = [table, whole, latency]
     if len(result.compared.measurements[PLAIN].by_category()) > 1:
         others = {name: each for name, each in result.compared.measurements.items() if name != PLAIN}
         parts.append(category_table("Over plain decoding, by category", "contender", others))
@@ -234,6 +251,7 @@ def _figures(result: BenchResult, name: str) -> dict[str, Any]:
             }
             for category, each in compared.by_category().items()
         },
+        "latency": result.latencies(name),
         **_acceptance(measurement),
         "num_spec_steps": measurement.num_spec_steps,
         "num_accepted_draft_tokens": measurement.num_accepted_draft_tokens,

@@ -340,7 +340,9 @@ def test_table() -> None:
     assert "0/3" in hf
     assert lines[lines.index(hf) + 1].split() == ["+", "1", "tie"]
     assert "1.00 [1.00, 1.00]" in hf
-    assert any(line.startswith(" hf ") and "500.0" in line for line in lines), "milliseconds of prefill"
+    latencies = ["hf", *["500.0"] * 3, "300.0", "380.0", "398.0"]
+    assert latencies in [line.split() for line in lines], "percentiles of 500 ms, and of 200 to 400 ms a token"
+    assert bench_json(result)["contenders"]["hf"]["latency"]["tpot_ms"]["p90"] == pytest.approx(380)
     check_readable(bench_table(result), [(name, "1.00 [1.00, 1.00]") for name in ("profile", "hf")])
     assert any("left out: RuntimeError: no" in line for line in lines)
     assert any("a note" in line for line in lines)
