@@ -75,7 +75,7 @@ def export(**flags: Any) -> None:
     use_threads(settings.threads)
     with progress_on_stderr() as progress:
         exported = write_export(settings, progress)
-    print_facts(Console(), export=exported.out, files=", ".join(exported.files))
+    print_facts(Console(), export=exported.out, files=", ".join(exported.files), next=f"read {exported.out}/README.md")
 
 
 @click.command()

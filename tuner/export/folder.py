@@ -13,6 +13,8 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
+from huggingface_hub import ModelCard
+
 from tuner.errors import ExportError
 from tuner.export import folder_generate
 from tuner.export.losses import LOSSES
@@ -86,8 +88,37 @@ def write_model_folder(
     custom.mkdir()
     shutil.copyfile(folder_generate.__file__, custom / "generate.py")
     (custom / "requirements.txt").write_text(f"{DISTRIBUTION}\n", encoding="utf-8")
+    _write_card(building, profile)
     (building / LOSSES).write_text(
         f"# {profile.name} as a model folder\n\nNothing is lost: sdtune decodes, with {profile.draft.describe()} and "
         f"{profile.draft_length.describe()}. The process needs the package `{DISTRIBUTION}`, and runs one call at a time.\n",
         encoding="utf-8",
     )
+
+
+USAGE = """
+## Faster generation
+
+This folder decodes by a profile of sdtune, {draft}: token for token what the model itself writes, in fewer passes.
+
+```python
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+output = model.generate(**inputs, custom_generate="{name}", trust_remote_code=True)
+```
+
+It needs the package `{package}`, which has the decoder. `transformers serve` runs the folder as it is.
+"""
+"""The section of the model card, by the hub's convention for `custom_generate`."""
+
+
+def _write_card(building: Path, profile: DraftProfile) -> None:
+    """Add tags and usage to the model's card, or write one."""
+    path = building / "README.md"
+    card = (
+        ModelCard.load(path)
+        if path.exists()
+        else ModelCard(f"---\nlibrary_name: transformers\n---\n# {profile.name}\n")
+    )
+    card.data.tags = [*dict.fromkeys([*(card.data.tags or []), "custom_generate", "speculative-decoding"])]
+    card.text += USAGE.format(draft=profile.draft.describe(), name=profile.name, package=DISTRIBUTION)
+    card.save(path)

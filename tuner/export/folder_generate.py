@@ -6,18 +6,24 @@ transformers runs a copy of it from a cache, so the folder is known by the model
 from __future__ import annotations
 
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
+from transformers.utils import cached_file
+
 from decoding.deploy import ProfileDecoder, load_decoder
+from decoding.profile import DraftProfile
 
 PROFILE = "profile.yaml"
 FOLDERS = 4
 
 
 @lru_cache(maxsize=FOLDERS)
-def decoder_of(folder: str) -> ProfileDecoder:
-    return load_decoder(Path(folder) / PROFILE)
+def decoder_of(name: str) -> ProfileDecoder:
+    """Return the decoder of a folder, or of a repository on the hub, whose files are fetched."""
+    path = cached_file(name, PROFILE)
+    for head in DraftProfile.load(path).draft.files:
+        cached_file(name, head)
+    return load_decoder(path)
 
 
 def generate(inputs: Any = None, *, model: Any, custom_generate: Any = None, **arguments: Any) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, cast
 
 from transformers.utils import cached_file
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from tuner.export.settings import ExportSettings
     from tuner.progress import Progress
 
-PROFILE = "profile.yaml"
+PROFILE, README = "profile.yaml", "README.md"
 GENERATION_CONFIG = "generation_config.json"
 GATE_TEXTS, GATE_TOKENS = 2, 48
 USUAL_TEXT = (
@@ -190,11 +192,36 @@ def _gate_texts(prompts: BenchPrompts | None, tokenizer: Any) -> list[Sequence[i
 
 
 def _write_settings(plan: Plan, engine: Engine, building: Path, losses: str) -> None:
-    for name, text in {**engine.files(plan), LOSSES: losses}.items():
+    files = {name: _movable(text, name, plan) for name, text in engine.files(plan).items()}
+    for name, text in {**files, LOSSES: losses, README: "\n".join(_readme(plan, engine, files))}.items():
         path = building / name
         path.write_text(text, encoding="utf-8")
         if path.suffix == ".sh":
             path.chmod(EXECUTABLE)
+
+
+def _movable(text: str, name: str, plan: Plan) -> str:
+    """Return a file of settings whose paths into the export are relative, and whose model the variable MODEL may name."""
+    if name.endswith(".py"):
+        return text
+    text = text.replace(f"{plan.out}/", "")
+    if not name.endswith(".sh"):
+        return text
+    model = quote(plan.model)
+    by_variable = f'"${{MODEL:-{plan.model}}}"' if re.fullmatch(r"[\w./ -]+", plan.model) else model
+    return text.replace(model, by_variable).replace("set -eu\n", 'set -eu\ncd "$(dirname "$0")"\n', 1)
+
+
+def _readme(plan: Plan, engine: Engine, files: Mapping[str, str]) -> Iterator[str]:
+    yield f"# {plan.profile.name} for {engine.title}\n"
+    if "convert.sh" in files:
+        yield (
+            "* `LLAMA_CPP=DIR ./convert.sh` makes the GGUF files, once. DIR holds llama.cpp's sources. Their converter knows the "
+            "tokenizers of published models, and refuses others."
+        )
+    if "launch.sh" in files:
+        yield "* `./launch.sh` starts the engine; flags are passed on. `MODEL=PATH` names the model if it lies elsewhere."
+    yield f"* {LOSSES} says what of the profile survives here. The folder may be moved.\n"
 
 
 def _write_prompts(prompts: BenchPrompts | None, tokenizer: Any, building: Path, progress: Progress) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 from transformers.generation import BaseStreamer
 
@@ -85,6 +86,19 @@ def test_a_lookup_alone_needs_no_draft_folder(export: Export) -> None:
     assert json.loads(Path("out/speculative_config.json").read_text())["method"] == "ngram"
 
 
+@pytest.mark.parametrize("to", ["vllm", "llama.cpp", "sglang"])
+def test_a_moved_export_starts_its_engine_in_place_of_the_shell(export: Export, tmp_path: Path, to: str) -> None:
+    done = export(SKIP, to)
+    assert done.exit_code == 0, done.output
+    assert "next     read out/README.md" in done.stdout
+    moved = Path("out").rename("moved")
+    launch = (moved / "launch.sh").read_text()
+    assert launch.startswith('#!/bin/sh\nset -eu\ncd "$(dirname "$0")"\nexec ')
+    assert '"${MODEL:-/' in (moved / ("convert.sh" if to == "llama.cpp" else "launch.sh")).read_text()
+    written = [path.read_text() for path in moved.iterdir() if path.is_file() and path.name != "profile.yaml"]
+    assert not [text for text in written if str(tmp_path / "out") in text]
+
+
 def test_a_folder_that_is_no_export_is_never_replaced(export: Export) -> None:
     Path("out").mkdir()
     Path("out/thesis.txt").write_text("years of work")
@@ -156,6 +170,9 @@ def test_the_weights_of_a_model_folder_are_links_or_copies(folder: Path, export:
     assert (folder / "model.safetensors").is_symlink()
     assert not (folder / "config.json").is_symlink()
     assert (folder / "custom_generate" / "requirements.txt").read_text() == "sdtune\n"
+    card = ModelCard.load(folder / "README.md")
+    assert "custom_generate" in card.data.tags
+    assert 'custom_generate="written by a test"' in card.text
     draft = write_heads(target, folder.parent, [2])[2]
     assert export(draft, "folder", "--overwrite", "--copy-weights").exit_code == 0
     assert not (folder / "model.safetensors").is_symlink()

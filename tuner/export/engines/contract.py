@@ -49,7 +49,10 @@ class Engine(ABC):
 
     @abstractmethod
     def files(self, plan: Plan) -> dict[str, str]:
-        """Return the text of each file of settings by its name within the export; scripts end in `.sh`."""
+        """Return the text of each file of settings by its name within the export; scripts end in `.sh`.
+
+        Scripts run in the folder of the export, whose paths are made relative to it: the folder may be moved.
+        """
 
 
 def script(*commands: str) -> str:

@@ -40,7 +40,7 @@ class LlamaCpp(Engine):
     def files(self, plan: Plan) -> dict[str, str]:
         settings = self.settings(plan)
         flags = [f"--{name} {quote(value)}" for name, value in settings.items()]
-        launch = command("llama-server", *flags, '"$@"')
+        launch = command("exec llama-server", *flags, '"$@"')
         preset = ["[sdtune]", *(f"{name} = {value}" for name, value in settings.items())]
         return {
             "convert.sh": script(*_conversions(plan)),

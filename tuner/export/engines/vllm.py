@@ -77,9 +77,9 @@ class Vllm(Engine):
 
     def files(self, plan: Plan) -> dict[str, str]:
         launch = command(
-            f"vllm serve {quote(plan.model)}",
+            f"exec vllm serve {quote(plan.model)}",
             f"--dtype {plan.dtype}",
-            '--speculative-config "$(cat "$(dirname "$0")/speculative_config.json")"',
+            '--speculative-config "$(cat speculative_config.json)"',
             '"$@"',
         )
         return {"speculative_config.json": json.dumps(self.settings(plan)) + "\n", "launch.sh": script(launch)}
