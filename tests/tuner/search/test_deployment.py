@@ -71,7 +71,7 @@ def test_an_engine_that_is_slower_with_every_draft_decodes_plainly(deploy: Searc
     assert profile.provenance is not None
     assert profile.provenance.engine is not None
     assert "--spec-type" not in profile.provenance.engine.command
-    assert "Nothing beats llama.cpp's own plain decoding" in _shown(done.stdout)
+    assert "verdict Do not ship: decode plainly" in _shown(done.stdout)
 
 
 @pytest.mark.usefixtures("quick_costs")
@@ -125,8 +125,8 @@ def test_an_engine_accepts_the_drafts_that_it_runs_as_they_are(
 
 def test_rules_that_an_engine_lacks_are_named(rules: dict[str, EngineRules]) -> None:
     rules["llama.cpp"].check(Candidate(draft=EXIT, draft_length=TopProbability()))
-    with pytest.raises(ExportError, match="vLLM drafts by fixed"):
+    with pytest.raises(ExportError, match="vLLM drafts by 8 tokens a round"):
         rules["vllm"].check(Candidate(draft=EXIT, draft_length=TopProbability()))
-    with pytest.raises(ExportError, match=r"in place of ada_edl"):
+    with pytest.raises(ExportError, match=r"in place of AdaEDL"):
         rules["llama.cpp"].check(Candidate(draft=EXIT, draft_length=RULES["ada_edl"](rule="ada_edl")))
     rules["vllm"].check(Candidate(draft=PromptLookup(), draft_length=Fixed(max_tokens=5)))
