@@ -119,6 +119,6 @@ def _write_card(building: Path, profile: DraftProfile) -> None:
         if path.exists()
         else ModelCard(f"---\nlibrary_name: transformers\n---\n# {profile.name}\n")
     )
-    card.data.tags = [*dict.fromkeys([*(card.data.tags or []), "custom_generate", "speculative-decoding"])]
+    card.data["tags"] = [*dict.fromkeys([*(card.data.get("tags") or []), "custom_generate", "speculative-decoding"])]
     card.text += USAGE.format(draft=profile.draft.describe(), name=profile.name, package=DISTRIBUTION)
     card.save(path)

@@ -301,8 +301,8 @@ def _draw(reader: PromptReader, sizes: tuple[int, int], seed: int, fewest: int |
     notes = (*reader.notes, *reading_notes(read, reader.limits))
     if (len(parts[0]), len(parts[1])) != sizes:
         if groups is None:
-            found, middle = [*parts[0], *parts[1]], -(-(len(parts[0]) + len(parts[1])) // 2)
-            parts = (found[:middle], found[middle:]) if fewest is not None else parts
+            drawn, middle = [*parts[0], *parts[1]], -(-(len(parts[0]) + len(parts[1])) // 2)
+            parts = (drawn[:middle], drawn[middle:]) if fewest is not None else parts
         if fewest is None or min(map(len, parts)) < fewest:
             raise _too_few(reader, read, (len(parts[0]), len(parts[1])), sizes if fewest is None else (fewest, fewest))
         split = f"{len(parts[0])} for tuning and {len(parts[1])} held out"
