@@ -13,6 +13,7 @@ import torch
 from jinja2 import TemplateError
 
 from decoding.acceptance import Acceptance, Greedy, Sampling
+from decoding.conversation import asking
 from decoding.errors import UnsupportedRequestError, first_line
 from decoding.rounds import Prefill, Round
 from decoding.serving.batch import DecodingThread
@@ -78,9 +79,18 @@ class Service:
         return self.decoding.batch.max_length
 
     async def chat_prompt(self, body: ChatBody) -> list[int]:
-        """Return the token ids of a conversation. Raises `UnsupportedRequestError` if the chat template does not take it."""
+        """Return the token ids of a conversation: by the chat template, or as paragraphs, as a search writes it without one.
+
+        Raises `UnsupportedRequestError` if the chat template does not take it.
+        """
+        settings = body.chat_template_kwargs or {}
+        if not getattr(self.model.tokenizer, "chat_template", None):
+            if settings:
+                raise UnsupportedRequestError("chat_template_kwargs: the model has no chat template")
+            written = asking((message.role, message.text) for message in body.messages)
+            return await self._tokenized(written, special=True)
         messages = [{"role": message.role, "content": message.text} for message in body.messages]
-        text = await asyncio.to_thread(self._render, messages, body.chat_template_kwargs or {})
+        text = await asyncio.to_thread(self._render, messages, settings)
         return await self._tokenized(text, special=False)
 
     async def prompt(self, body: GenerationBody, given: str | list[int]) -> list[int]:
@@ -119,8 +129,6 @@ class Service:
         return ids
 
     def _render(self, messages: list[dict[str, str]], settings: dict[str, Any]) -> str:
-        if not getattr(self.model.tokenizer, "chat_template", None):
-            raise UnsupportedRequestError("the model has no chat template: use /v1/completions")
         render = self.model.tokenizer.apply_chat_template
         # Settings of the method itself are not the client's: one of them is the template.
         reserved = sorted(settings.keys() & inspect.signature(render).parameters.keys())

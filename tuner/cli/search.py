@@ -209,7 +209,7 @@ def _print_conclusion(console: Console, found: SearchResult, config: SearchConfi
         print_facts(console, generate=f"not compared with transformers' generate: {found.no_comparison}")
     stages = ", ".join(f"{stage} {spoken(seconds)}" for stage, seconds in found.stages.items())
     seconds = found.cost.distillation_seconds
-    heads = f", after {spoken(seconds)} of distilling exit heads" if seconds else ""
+    heads = f" (and once {spoken(seconds)} of distilling exit heads)" if seconds else ""
     print_facts(console, time=f"{spoken(sum(found.stages.values()))}, {found.cost.trials} trials{heads}: {stages}")
     engine = found.profile.provenance.engine if found.profile.provenance else None
     if engine is not None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
 from pydantic import Field
 
+from decoding.errors import one_line
 from tuner.cli.options import GroupedCommand, keys_of, options_of, settings_from
 from tuner.cli.terminal import use_threads
+from tuner.errors import ConfigError
 from tuner.fields import DECODING, Extra, ProfileSettings
 
 SERVER: Extra = {"group": "Server"}
@@ -28,6 +31,11 @@ class ServeSettings(ProfileSettings):
         min_length=1,
         description="Name that clients give; default: the profile's model.",
         json_schema_extra=SERVER,
+    )
+    chat_template: Path | None = Field(
+        None,
+        description="File of a chat template (Jinja); default: the tokenizer's, or labelled paragraphs, as in the search.",
+        json_schema_extra={**SERVER, "metavar": "FILE"},
     )
     drain: int = Field(
         30, ge=1, description="Seconds that running requests have after SIGTERM.", json_schema_extra=SERVER
@@ -97,6 +105,8 @@ def serve(**flags: Any) -> None:
     refuse_busy_address(settings.host, settings.port)
     profile = DraftProfile.load(settings.profile)
     loaded = load_target(profile, settings)
+    if settings.chat_template is not None:
+        loaded.tokenizer.chat_template = _template(settings.chat_template, loaded.tokenizer)
     decoder = load_decoder(settings.profile).decoder_for(loaded.model)
     if settings.plain:
         decoder = plain_decoder(decoder.target)
@@ -118,3 +128,13 @@ def serve(**flags: Any) -> None:
     serve_requests(
         service, host=settings.host, port=settings.port, api_key=api_key, hosts=hosts, drain_seconds=settings.drain
     )
+
+
+def _template(path: Path, tokenizer: Any) -> str:
+    """Return the text of a chat template; raise `ConfigError` for one that does not take a message of the user."""
+    try:
+        template = path.read_text(encoding="utf-8")
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], chat_template=template, tokenize=False)
+    except Exception as cause:  # a chat template is a program and may raise anything
+        raise ConfigError(f"chat_template: {path} does not take a user's message: {one_line(cause)}") from None
+    return template

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
+from decoding.conversation import asking, paragraphs
+
 
 class Reason(Enum):
     EMPTY = auto()
@@ -26,10 +28,6 @@ class LeftOut:
 
     reason: Reason
     message: str = ""
-
-
-LABELS = {"system": "System", "user": "User", "assistant": "Assistant"}
-"""Labels of roles where no chat template writes them; other roles are written with a capital."""
 
 
 class Turn(NamedTuple):
@@ -51,7 +49,7 @@ class Content:
     @classmethod
     def of_turns(cls, turns: tuple[Turn, ...]) -> Content:
         """Return a conversation; its text labels each turn with the role."""
-        return cls("\n\n".join(f"{_label(turn.role)}: {turn.content}" for turn in turns), turns)
+        return cls(paragraphs(turns), turns)
 
     def as_turns(self, system_prompt: str | None) -> tuple[Turn, ...]:
         """Return the turns, or the text as the user's only one, after the given system prompt.
@@ -72,8 +70,7 @@ class Content:
         """
         if not self.turns:
             return self.text if system_prompt is None else f"{system_prompt}\n\n{self.text}"
-        written = Content.of_turns(self.as_turns(system_prompt)).text
-        return f"{written}\n\n{_label('assistant')}:"
+        return asking(self.as_turns(system_prompt))
 
     def from_user_turn(self, index: int, text: str) -> Content:
         """Return the content from a user turn on, which has `text` in place of its own; system turns before it stay."""
@@ -86,10 +83,6 @@ class Content:
     def user_turns(self) -> tuple[int, ...]:
         """Indices of the user's turns; a single text is one."""
         return tuple(index for index, turn in enumerate(self.as_turns(None)) if turn.role == "user")
-
-
-def _label(role: str) -> str:
-    return LABELS.get(role, role.capitalize())
 
 
 _COLUMN = re.compile(r"(?P<name>[^\[\]]+)(?P<steps>(?:\[[^\[\]]+\])*)")

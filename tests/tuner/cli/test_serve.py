@@ -19,6 +19,7 @@ from decoding.serving.service import Service
 from decoding.target import Target
 from decoding.text import Ending
 from tests.support.profiles import measured, save_profile
+from tests.support.refusals import refused
 from tests.support.tiny import save_tiny_checkpoint
 from tuner.cli.main import main
 from tuner.inputs.models import load
@@ -42,17 +43,27 @@ def test_a_profile_is_served(
             body = {"prompt": "w3 w9 w4", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
             answers.append(client.post("/v1/completions", json=body).json()["choices"][0]["text"])
             answers.append(client.get("/metrics").text)
+            chat = {"messages": [{"role": "user", "content": "w3 w9"}], "max_tokens": 1}
+            usage = client.post("/v1/chat/completions", json=chat).json()["usage"]
+            answers.append(usage["prompt_tokens"])
 
     monkeypatch.setattr("decoding.serving.run.serve", serve)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = ["--port", str(port), "--max-length", "120", flag]
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}w1 {{ m.content }} w2 w2{% endfor %}")
+    (tmp_path / "none.jinja").write_text("{{ raise_exception('no user') }}")
+    template = [] if drafts else ["--chat-template", str(tmp_path / "chat.jinja")]
+    flags = ["--port", str(port), "--max-length", "120", flag, *template]
     result = CliRunner().invoke(main, ["serve", str(path), *flags])
     assert result.exit_code == 0, result.output
+    wrong = CliRunner().invoke(main, ["serve", str(path), "--chat-template", str(tmp_path / "none.jinja"), *flags[:2]])
+    refused(wrong, "chat_template", "none.jinja does not take a user's message: no user")
     assert ("plain decoding" if flag == "--plain" else "prompt lookup") in result.output
-    text, metrics = answers
+    text, metrics, num_prompt_tokens = answers
     loaded = load(str(model), dtype="float32", device="cpu")
+    written = "User: w3 w9\n\nAssistant:"
+    assert num_prompt_tokens == (len(loaded.tokenizer(written)["input_ids"]) if drafts else 5)
     tokens = plain_decoder(Target(loaded.model)).generate(
         Request(loaded.tokenizer("w3 w9 w4")["input_ids"], Ending(12))
     )
