@@ -6,6 +6,7 @@ restores environment variables and log levels. MLflow takes seconds to import, s
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shlex
@@ -26,6 +27,22 @@ from tuner.errors import TrackingError, TrackingOutageError, without_password
 from tuner.review.markdown import EXPERIMENT_NOTE, WON, trial_note, trial_run_name
 from tuner.trial_columns import trial_metrics, trial_params
 
+VIEW_KEY = "sdtune"
+VIEW_TAG = f"mlflow.sharedViewState.{VIEW_KEY}"
+VIEW = {
+    "searchFilter": "metrics.speedup > 0",  # searches: the speed-up of a trial is `tuning_speedup`
+    "orderByKey": "metrics.`speedup`",
+    "orderByAsc": False,
+    "startTime": "ALL",
+    "lifecycleFilter": "Active",
+    "datasetsFilter": [],
+    "modelVersionFilter": "All Runs",
+    "selectedColumns": [
+        *("metrics.`speedup`", "metrics.`speedup_low`", "metrics.`end_to_end_speedup`"),
+        *("tags.`verdict`", "tags.`winner`"),
+    ],
+}
+"""The table of searches in MLflow's own page, as its shared views are stored (seen in MLflow 3.17)."""
 LOCKED = "database is locked"
 LOCK_SECONDS = 60.0
 """Seconds for which a call is made again, as long as the storage of the trials waits."""
@@ -139,7 +156,10 @@ class Tracker:
             client = PatientClient(mlflow.MlflowClient(tracking_uri=tracking_uri))
             experiment_id = experiment_named(client, experiment, tracking_uri)
             if NOTE_TAG not in client.get_experiment(experiment_id).tags:  # a description by the user stays
-                client.set_experiment_tag(experiment_id, NOTE_TAG, EXPERIMENT_NOTE)
+                client.set_experiment_tag(experiment_id, VIEW_TAG, json.dumps(VIEW))
+                page = searches_address(page_address("", experiment_id, "")).partition("/#")[2]
+                note = f"[**All searches, with speed-up and verdict**](#{page}). {EXPERIMENT_NOTE}"
+                client.set_experiment_tag(experiment_id, NOTE_TAG, note)
             if identity is not None and run_id is None:
                 run_id = _unfinished(client, experiment_id, identity)
             run = _reopen(client, run_id, experiment_id) if run_id else None
@@ -286,6 +306,11 @@ def page_address(tracking_uri: str, experiment_id: str, run_id: str) -> str:
     """
     base = without_password(tracking_uri).rstrip("/") if tracking_uri.startswith("http") else UI_ADDRESS
     return f"{base}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
+
+
+def searches_address(address: str) -> str:
+    """Return the page that lists the searches beside the one at `address`: speed-ups and verdicts are columns."""
+    return f"{address.partition('/runs/')[0]}/runs?viewStateShareKey={VIEW_KEY}&workflowType=machine_learning"
 
 
 def ui_command(tracking_uri: str) -> str:

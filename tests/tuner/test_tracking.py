@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -172,7 +173,10 @@ def test_the_winner_is_named_and_tagged_and_a_new_winner_takes_its_place(open_tr
 def test_run_and_experiment_have_descriptions(open_tracker: Open, client: Any) -> None:
     tracker = open_tracker()
     experiment = client.get_run(tracker.run_id).info.experiment_id
-    assert "sdtune" in client.get_experiment(experiment).tags["mlflow.note.content"]
+    page = f"#/experiments/{experiment}/runs?viewStateShareKey=sdtune&workflowType=machine_learning"
+    assert f"]({page})" in client.get_experiment(experiment).tags["mlflow.note.content"]
+    view = json.loads(client.get_experiment(experiment).tags["mlflow.sharedViewState.sdtune"])
+    assert {"metrics.`speedup`", "tags.`verdict`"} <= set(view["selectedColumns"])
     client.set_experiment_tag(experiment, "mlflow.note.content", "ours")
     again = open_tracker(run_id=tracker.run_id)
     again.describe("## Ship")

@@ -201,7 +201,7 @@ def _print_interrupted(interrupted: InterruptedSearchError) -> None:
 def _print_conclusion(console: Console, found: SearchResult, config: SearchConfig) -> None:
     """Print what the tables do not show: why the studies ended, the time, the verdict, and what to do now."""
     from tuner.review.verdict import verdict
-    from tuner.tracking import ui_lines
+    from tuner.tracking import searches_address, ui_lines
 
     for name, reason in found.ended.items():
         print_facts(console, search=f"{name}: {reason}")
@@ -223,6 +223,7 @@ def _print_conclusion(console: Console, found: SearchResult, config: SearchConfi
         profile=f"{config.out}{'' if found.profile.draft.drafts else ', which decodes plainly'}",
         **(_uses(found, config) if conclusion.ship else {"now": TRY}),
         review=None if found.address is None else ui_lines(config.tracking_uri, found.address),
+        compare=None if found.address is None else searches_address(found.address),
     )
 
 

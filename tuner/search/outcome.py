@@ -46,6 +46,7 @@ from tuner.review.document import MeasuredCandidate, SearchResult, StockComparis
 from tuner.review.markdown import search_note, texts_page
 from tuner.review.page import report_page
 from tuner.review.tables import samples_csv, trials_csv
+from tuner.review.verdict import verdict
 from tuner.search.storage import FINISHED, StudyStore
 from tuner.search.study_trials import RUN_ID
 from tuner.search.task import Task, settings_sha256, token_ids
@@ -326,6 +327,7 @@ def track_result(tracker: Tracker, result: SearchResult, task: Task) -> None:
         "winner": winner.candidate.describe(),
         "winner_origin": winner.origin,
         "profile": result.profile.name,
+        "verdict": str(verdict(result).shipping),
         "noisy": str(bool(noise.disturbances)).lower(),
     }
     tracker.log_figures({name: value for name, value in figures.items() if value is not None}, tags)

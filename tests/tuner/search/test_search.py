@@ -95,6 +95,7 @@ def _check_mlflow(workplace: Path) -> None:
     parent, nested = _runs(workplace)
     assert parent.info.status == "FINISHED"
     assert parent.data.metrics["speedup"] == pytest.approx(3.0)
+    assert "hip" in parent.data.tags["verdict"]
     assert {"end_to_end_speedup", "time_to_first_token_seconds", "speedup_low"} <= set(parent.data.metrics)
     assert parent.data.metrics["search_seconds"] > 0
     assert {"model", "dataset", "device_name", "git_revision", "version.torch", "seed"} <= set(parent.data.params)
