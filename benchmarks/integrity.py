@@ -33,7 +33,7 @@ from tuner.config import SearchConfig
 from tuner.measuring.machine import MachineWatch
 from tuner.measuring.paired import Bench
 from tuner.measuring.turns import Measuring, OnSample
-from tuner.progress import Unwatched
+from tuner.progress import Progress
 from tuner.search.budget import Budget
 from tuner.search.decision import Confirmations, blocks, confirm, objection, to_confirm
 from tuner.search.race import race, shortlist, unseen_by_trials
@@ -144,9 +144,9 @@ def search_among(family: Family, tuning: Measuring, held_out: Measuring, config:
         for number, candidate in enumerate(family.candidates)
     ]
     unseen = unseen_by_trials(tuning.indices, config.samples_per_trial)
-    finalists = race(shortlist(records, ["null"], config.finalists), tuning, unseen, Unwatched())
+    finalists = race(shortlist(records, ["null"], config.finalists), tuning, unseen, Progress())
     chosen = to_confirm(finalists, records)
-    winner, *_ = confirm(chosen, held_out, Budget(None, StageClock()), Unwatched(), Confirmations())
+    winner, *_ = confirm(chosen, held_out, Budget(None, StageClock()), Progress(), Confirmations())
     watch = MachineWatch()
     watch.look()
     noise = watch.noise(blocks(records, finalists), winner.measurement)

@@ -1,8 +1,6 @@
 """Imports what a search imports late, for the server from which searches are forked: it takes most of a small search's time."""
 
 import jinja2  # noqa: F401
-import matplotlib.figure
-import matplotlib.ticker  # noqa: F401
 import plotly.offline  # noqa: F401
 
 from tuner.tracking import opened_store

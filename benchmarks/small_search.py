@@ -35,7 +35,7 @@ from decoding.rounds import Round
 from studies.contract import Candidate, TrialRecord
 from tuner.config import SearchConfig
 from tuner.measuring.contender import PriceList
-from tuner.progress import Progress, Unwatched
+from tuner.progress import Progress
 from tuner.search import several
 from tuner.search.decision import WINNERS
 from tuner.search.outcome import write_stored
@@ -177,7 +177,7 @@ class SearchPlace:
 
         `said` names what it writes, where several processes run one search.
         """
-        progress = Unwatched() if fault is None else Disturbed(after, fault)
+        progress = Progress() if fault is None else Disturbed(after, fault)
         return self.process(said or name, planted_search, self.config(name), progress)
 
     def process(self, said: str, work: Callable[..., object], *arguments: Any) -> BaseProcess:
@@ -212,7 +212,7 @@ class SearchPlace:
         return difference(known, records, self.winner(name), *wanted, *stores)
 
 
-class Disturbed(Unwatched):
+class Disturbed(Progress):
     """Progress of a search that meets a fault after a number of finished trials."""
 
     def __init__(self, after: int, fault: Fault) -> None:
@@ -376,7 +376,7 @@ def planted_search(config: SearchConfig, progress: Progress) -> None:
 
 def _planted_on_ray(settings: dict[str, Any], folder: str) -> None:
     os.chdir(folder)
-    planted_search(SearchConfig.model_validate(settings), Unwatched())
+    planted_search(SearchConfig.model_validate(settings), Progress())
 
 
 def skip_sets() -> list[dict[str, Any]]:

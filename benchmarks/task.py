@@ -16,12 +16,12 @@ import yaml
 from decoding.drafts import EarlyExit, FeatureHeadDraft
 from studies.contract import TrialRecord
 from tuner.config import SearchConfig, load_config
-from tuner.progress import Unwatched
+from tuner.progress import Progress
 from tuner.results import public_name
 from tuner.search.task import Task, refuse_batches, token_ids
 
 
-class Printed(Unwatched):
+class Printed(Progress):
     """Progress as lines on standard error."""
 
     def stage(self, name: str, total: int | None = None) -> None:

@@ -63,7 +63,7 @@ def _imported(package: str) -> set[str]:
 def test_production_runs_without_the_packages_of_the_tuner() -> None:
     """They are hidden from Python; the command says in one line what to install."""
     blocked = _modules(PROJECT["optional-dependencies"]["tune"])
-    assert {"optuna", "mlflow", "datasets", "click", "scipy", "matplotlib", "rich"} <= blocked
+    assert {"optuna", "mlflow", "datasets", "click", "scipy", "rich"} <= blocked
     ran = subprocess.run(
         [sys.executable, "-c", WITHOUT_TUNER, " ".join(sorted(blocked))],
         capture_output=True,

@@ -1,6 +1,6 @@
 """Progress reports of long operations.
 
-The command line draws them (`tuner.cli.terminal`); `Unwatched` ignores them.
+The command line draws them (`tuner.cli.terminal`); `Progress` itself ignores them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,3 @@ class Progress:
 
     def say(self, line: str) -> None:
         """Print a line that stays."""
-
-
-class Unwatched(Progress):
-    """Progress that ignores every report."""

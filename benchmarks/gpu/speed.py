@@ -31,7 +31,7 @@ from tuner.config import EXACT_WIDTH, SearchConfig
 from tuner.errors import ConfigError
 from tuner.inputs.models import eos_token_ids, load
 from tuner.measuring.contender import PLAIN
-from tuner.progress import Unwatched
+from tuner.progress import Progress
 from tuner.search.run import InterruptedSearchError, search
 from tuner.search.task import prepare
 
@@ -112,10 +112,10 @@ def _switch(shared: Shared, draft: Draft) -> dict[str, Any]:
 def whole_search(shared: Shared, seconds: float) -> dict[str, Any]:
     """Search with the static runner for a share of the time; the next steps use the profile that it writes."""
     task = prepare(
-        search_config(shared, seconds * SHARE_OF_SEARCH), Unwatched(), loaded=shared.loaded, target=shared.static
+        search_config(shared, seconds * SHARE_OF_SEARCH), Progress(), loaded=shared.loaded, target=shared.static
     )
     try:
-        result = search(task, Unwatched())
+        result = search(task, Progress())
     except InterruptedSearchError as stopped:
         best = stopped.best
         row = {"best so far": best.candidate.draft.describe() if best else None}

@@ -20,7 +20,7 @@ from studies.measurement import Measurement
 from studies.samplers import load_sampler
 from studies.samplers.contract import RECORD
 from tuner.measuring.paired import Bench, FarTooSlowError
-from tuner.progress import Unwatched
+from tuner.progress import Progress
 from tuner.search.study_trials import build_problem
 from tuner.search.task import Task
 
@@ -71,7 +71,7 @@ class OfStudy:
         config = task.config.model_copy(update={"seed": seed})
         with TemporaryDirectory() as folder:
             own = replace(task, config=config)
-            problem = build_problem(own, task.heads, bench, (), seconds, Unwatched(), costs_folder=Path(folder))
+            problem = build_problem(own, task.heads, bench, (), seconds, Progress(), costs_folder=Path(folder))
             self._settings = config.study_settings(name)
             self._sampler = load_sampler(name)(problem, self._settings)
             self._study = optuna.create_study(direction="maximize", sampler=self._sampler)

@@ -23,7 +23,7 @@ from tests.support.recorders import SimulatedGPU, recorded_by
 from tests.support.records import candidate, measurement, record
 from tests.support.tiny import tiny_llama
 from tuner.measuring.paired import Bench
-from tuner.progress import Unwatched
+from tuner.progress import Progress
 from tuner.search.race import race
 
 TRUE_SPEEDUP = 1.5
@@ -74,5 +74,5 @@ def test_the_race_measures_the_true_speedup(simulated: Bench) -> None:
         record(number=number).model_copy(update={"candidate": each, "measurement": measurement([1.0])})
         for number, each in enumerate(chosen)
     ]
-    ranking = race(trials, simulated, range(2), Unwatched())
+    ranking = race(trials, simulated, range(2), Progress())
     assert [each.measurement.speedup for each in ranking] == [pytest.approx(TRUE_SPEEDUP, abs=0.05)] * 2

@@ -12,7 +12,7 @@ import threading
 from importlib.util import find_spec
 
 TUNE = (
-    *("click", "datasets", "jinja2", "matplotlib", "mlflow", "optuna", "plotly", "psutil", "rich", "scipy"),
+    *("click", "datasets", "jinja2", "mlflow", "optuna", "plotly", "psutil", "rich", "scipy"),
     *("sklearn", "sqlalchemy"),
 )
 EXTRAS = {

@@ -14,7 +14,7 @@ from tuner.export.engines.registry import load_engine
 from tuner.export.plan import Plan, plan_for
 from tuner.export.run import Source, write_draft
 from tuner.export.shape import reduced
-from tuner.progress import Unwatched
+from tuner.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -177,7 +177,7 @@ class CandidateExports:
                 (plan.out / name).symlink_to(self.plain.out / name)
         if plan.needs_draft_folder:
             source = Source(plan.profile, self._heads, self._loaded, Path(plan.model))
-            write_draft(plan, self.rules.engine, source, plan.profile.draft, None, plan.out, Unwatched())
+            write_draft(plan, self.rules.engine, source, plan.profile.draft, None, plan.out, Progress())
         self.remarks += [
             each for each in self._program.prepare(plan, plan.out / "convert.log") if each not in self.remarks
         ]

@@ -21,7 +21,7 @@ from decoding.errors import SdtuneError, first_line
 from tuner.config import SearchConfig
 from tuner.errors import ConfigError, SearchError
 from tuner.inputs.models import resolve_device
-from tuner.progress import Progress, Unwatched
+from tuner.progress import Progress
 
 MOST_LOST = 3
 """Times that a device's search begins again after its process or host died."""
@@ -177,7 +177,7 @@ def _joined(settings: dict[str, Any], folder: str) -> str | None:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     try:
-        search(prepare(config, Unwatched(), budget=open_budget(config, StageClock())), Unwatched())
+        search(prepare(config, Progress(), budget=open_budget(config, StageClock())), Progress())
     except SdtuneError as refusal:
         return str(refusal)
     return None

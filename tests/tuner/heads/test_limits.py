@@ -17,7 +17,7 @@ from tuner.heads.plan import expected_time, prepare
 from tuner.heads.texts import GeneratedText, TextPlan, generate_texts, spread_order
 from tuner.inputs.memory import ModelSize
 from tuner.measuring.baseline import Pulse
-from tuner.progress import Unwatched
+from tuner.progress import Progress
 
 PROMPTS = tuple(tuple(range(1, 2 + length)) for length in range(1, 13))
 """Prompts of 2 to 13 tokens."""
@@ -83,13 +83,13 @@ def _work(checkpoint: Path, prompts_file: Path, workplace: Path, **settings: Any
 
 def _simulated(config: SearchConfig, monkeypatch: pytest.MonkeyPatch, exits: Sequence[int]) -> tuple[float, float]:
     """Return the estimated and the simulated seconds of a distillation."""
-    work = prepare(config, Unwatched())
+    work = prepare(config, Progress())
     simulated = SimulatedTime(0.01)
     simulated.charge(work.target.model.model.layers)
     simulated.replace_clocks(monkeypatch)
     expected = expected_time(work, exits).total
     before = simulated.now
-    distil(work, exits, Unwatched())
+    distil(work, exits, Progress())
     return expected, simulated.now - before
 
 

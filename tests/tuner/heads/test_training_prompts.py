@@ -17,11 +17,11 @@ from tuner.config import SearchConfig
 from tuner.heads.plan import MIN_SPARE_PROMPTS, of_search
 from tuner.inputs.models import Loaded
 from tuner.inputs.prompts import PromptSet, load_prompts
-from tuner.progress import Unwatched
+from tuner.progress import Progress
 from tuner.search.task import token_ids
 
 
-class RecordedLines(Unwatched):
+class RecordedLines(Progress):
     """Progress that records its lines."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from decoding.target import Target
 from tests.support.families import build
 from tests.support.tiny import tiny_llama
 from tuner.config import SearchConfig
-from tuner.progress import Unwatched
+from tuner.progress import Progress
 from tuner.search.task import choose_target
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("uncompiled")
 
 def chosen(family: str | None = None, **settings: Any) -> Target:
     model = tiny_llama() if family is None else build(family)
-    return choose_target(model, SearchConfig(model="m", dataset="d", **settings), Unwatched())
+    return choose_target(model, SearchConfig(model="m", dataset="d", **settings), Progress())
 
 
 @pytest.mark.parametrize("name", RUNNERS)
@@ -49,7 +49,7 @@ def test_fastest_runner_is_taken_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         "tuner.search.task.fastest_runner", lambda model, **settings: SimpleNamespace(target=fastest, reason="faster")
     )
     on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
-    assert choose_target(on_gpu, SearchConfig(model="m", dataset="d"), Unwatched()) is fastest
+    assert choose_target(on_gpu, SearchConfig(model="m", dataset="d"), Progress()) is fastest
 
 
 @pytest.mark.parametrize("settings", [{}, {"runner": AUTO}, {"runner": "static"}])

@@ -13,7 +13,7 @@ from studies.contract import Candidate, TrialState
 from studies.measurement import Measurement, PairedPrefill
 from tests.support.benches import ScriptedBench, first_block
 from tests.support.records import candidate, measurement, record, sample
-from tuner.progress import Unwatched
+from tuner.progress import Progress
 from tuner.review.document import MeasuredCandidate
 from tuner.search.budget import Budget
 from tuner.search.decision import Confirmations, confirm, objection, to_confirm
@@ -98,7 +98,7 @@ def confirmed(
     budget: Budget | None = None,
 ) -> list[MeasuredCandidate]:
     kept = confirmations or Confirmations()
-    return confirm(chosen, bench, budget or Budget(None, StageClock()), Unwatched(), kept)
+    return confirm(chosen, bench, budget or Budget(None, StageClock()), Progress(), kept)
 
 
 def test_the_best_of_each_study_and_each_reference_rule_are_confirmed() -> None:

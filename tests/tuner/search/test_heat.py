@@ -16,7 +16,7 @@ from tests.support.records import record
 from tests.support.tiny import tiny_llama
 from tuner.engines.candidates import EngineRules, own_lookups
 from tuner.errors import EngineError
-from tuner.progress import Unwatched
+from tuner.progress import Progress
 from tuner.search.engine import Heat
 
 EXIT = Candidate(draft=EarlyExit(exit_layer=2), draft_length=Fixed(max_tokens=3))
@@ -61,7 +61,7 @@ class PlantedEngine:
         rules = EngineRules("llama.cpp", identity, tiny_llama().config, model="tiny")
         program: Any = SimpleNamespace(starts_at_once=True, title="llama.cpp")
         bench: Any = self
-        return Heat(program, rules, bench, Unwatched())
+        return Heat(program, rules, bench, Progress())
 
     def race(self, count: int = 3) -> list[Candidate]:
         trials = [record(number=number, candidate=each) for number, each in enumerate((EXIT, SKIP))]

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.small_search import SearchPlace
 from tests.support.quick_search import quick_planted_search
 from tests.support.stored_trials import stored_trials
-from tuner.progress import Unwatched
+from tuner.progress import Progress
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def place(tmp_path: Path, _tracking_template: Path) -> SearchPlace:
 
 
 def _start(place: SearchPlace, name: str, said: str) -> BaseProcess:
-    return place.process(said, quick_planted_search, place.config(name), Unwatched())
+    return place.process(said, quick_planted_search, place.config(name), Progress())
 
 
 def _check(place: SearchPlace, name: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tuner.config import SearchConfig
-from tuner.progress import Unwatched
+from tuner.progress import Progress
 from tuner.search import missing_heads
 from tuner.search.budget import Budget
 from tuner.search.missing_heads import provide_heads
@@ -19,7 +19,7 @@ from tuner.stage_clock import Stage, StageClock
 EXPECTED = 300.0
 
 
-class Told(Unwatched):
+class Told(Progress):
     """Progress that keeps the lines."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from studies.contract import Candidate, TrialRecord
 from studies.measurement import PromptSample
 from tests.support.benches import Answer, ScriptedBench, first_block
 from tests.support.records import record, sample
-from tuner.progress import Unwatched
+from tuner.progress import Progress
 from tuner.review.document import MeasuredCandidate
 from tuner.search.race import MOST_PASSES, race, shortlist, unseen_by_trials
 
@@ -62,19 +62,19 @@ def test_the_best_of_all_and_of_each_study_race_on_unseen_prompts_and_the_fastes
     assert list(unseen_by_trials(range(8), 2)) == list(range(2, 8))
     assert list(unseen_by_trials(range(2), 2)) == [0, 1], "trials on all prompts leave all to the race"
     bench = ScriptedBench(steady(lambda block: 1.0 + block / 100))
-    assert numbers(race(trials[:2], bench, range(6), Unwatched()))[0] == 2, "whatever its trial said"
+    assert numbers(race(trials[:2], bench, range(6), Progress()))[0] == 2, "whatever its trial said"
     assert bench.blocks_measured[:4] == [(1, (0, 1, 2, 3)), (2, (0, 1, 2, 3)), (1, (4, 5)), (2, (4, 5))], "in turn"
 
 
 def test_clearly_slower_finalists_drop_out_and_rank_last() -> None:
     bench = ScriptedBench(steady(lambda block: {1: 1.5, 2: 1.4, 3: 0.5}[block]))
-    ranking = race(racing(3, 1, 2), bench, range(24), Unwatched())
+    ranking = race(racing(3, 1, 2), bench, range(24), Progress())
     assert (numbers(ranking)[0], numbers(ranking)[-1]) == (1, 3)
     assert samples(ranking)[0] == 24 > samples(ranking)[-1]
 
 
 def test_no_pass_reports_more_than_its_total() -> None:
-    class Counted(Unwatched):
+    class Counted(Progress):
         def __init__(self) -> None:
             self.totals: list[int | None] = []
             self.done = 0
@@ -93,7 +93,7 @@ def test_no_pass_reports_more_than_its_total() -> None:
 
 def _passes(speed: Callable[[int], float], scatter: float) -> tuple[int, int]:
     """The winner's block, and how often it has gone over the prompts."""
-    ranking = race(racing(1, 2), ScriptedBench(scattered(speed, scatter)), range(16), Unwatched())
+    ranking = race(racing(1, 2), ScriptedBench(scattered(speed, scatter)), range(16), Progress())
     return numbers(ranking)[0], -(-samples(ranking)[0] // 16)
 
 
@@ -103,15 +103,15 @@ def test_near_equals_go_over_the_prompts_again_until_told_apart() -> None:
     assert winner == 2
     assert _passes(lambda block: 1.0 + 0.3 * block, 0.04)[1] == 1
     assert _passes(lambda block: 1.5 / (1 + 1e-4 * block), 0.002)[1] == 1, "those that are alike need not be"
-    assert samples(race(racing(1), ScriptedBench(steady(lambda block: 1.2)), range(4), Unwatched())) == [4]
+    assert samples(race(racing(1), ScriptedBench(steady(lambda block: 1.2)), range(4), Progress())) == [4]
 
 
 def test_a_finalist_with_wrong_output_is_out_whatever_its_speed() -> None:
     # The first candidate changes the tokens of the second lap.
     speed = {1: 9.0, 2: 1.2, 3: 0.5}
     bench = ScriptedBench(steady(lambda block: speed[block], is_identical=lambda block, index: block != 1 or index < 4))
-    ranking = race(racing(1, 2, 3), bench, range(24), Unwatched())
+    ranking = race(racing(1, 2, 3), bench, range(24), Progress())
     assert numbers(ranking) == [2, 3, 1]
     assert samples(ranking)[-1] == 8
     wrong = ScriptedBench(steady(lambda block: 2.0, is_identical=lambda block, index: False))
-    assert samples(race(racing(1, 2), wrong, range(12), Unwatched())) == [4, 4], "it ends with those that fell"
+    assert samples(race(racing(1, 2), wrong, range(12), Progress())) == [4, 4], "it ends with those that fell"

@@ -15,7 +15,7 @@ from tests.support.benches import bench_on
 from tests.support.tiny import tiny_llama
 from tuner.measuring.generation import ONE_SEQUENCE, StockGeneration
 from tuner.measuring.paired import Bench
-from tuner.progress import Unwatched
+from tuner.progress import Progress
 from tuner.review.document import StockComparison
 from tuner.search.stock import compare_with_stock, spread
 
@@ -32,7 +32,7 @@ def compared(bench: Bench, profile: Candidate | None = DRAFT, count: int = 3, ti
     """Compare on `count` samples, of which time allows `times`."""
     task = cast("Any", SimpleNamespace(loaded=SimpleNamespace(model=bench.target.model), target=bench.target))
     left = iter(range(times))
-    return compare_with_stock(task, profile, bench, count, Unwatched(), lambda: next(left, None) is not None)
+    return compare_with_stock(task, profile, bench, count, Progress(), lambda: next(left, None) is not None)
 
 
 def test_all_contenders_write_the_text_of_plain_decoding(held_out: Bench) -> None:

@@ -22,7 +22,7 @@ from tuner.export.settings import ExportSettings
 from tuner.inputs.models import load
 from tuner.inputs.prompts import Prompt
 from tuner.measuring.paired import Bench
-from tuner.progress import Unwatched
+from tuner.progress import Progress
 from tuner.review.document import SearchResult
 from tuner.search import run
 from tuner.search.run import search
@@ -35,7 +35,7 @@ TOLERANCE = 1.05
 """Overrun that is allowed: a lap, a prompt and a trial are not interrupted."""
 
 
-class Told(Unwatched):
+class Told(Progress):
     """Progress that keeps the lines."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ def test_bench_and_export_of_a_search_that_was_cut_use_prompts_that_it_never_saw
     tuned_on = {prompt.token_ids for prompt in seen}
     assert len(tuned_on) == 12
     columns: dict[str, Any] = {"group_column": "file"}
-    bench = prepare_bench(BenchConfig(profile=Path("profile.yaml"), dataset=str(prompts_file), **columns), Unwatched())
+    bench = prepare_bench(BenchConfig(profile=Path("profile.yaml"), dataset=str(prompts_file), **columns), Progress())
     assert bench.split == "held out by the search that made the profile"
     assert len(bench.measured) == 12
     assert tuned_on.isdisjoint(prompt.token_ids for prompt in bench.measured)
@@ -218,4 +218,4 @@ def test_time_that_is_spent_while_loading_is_noticed_at_once(
     monkeypatch.setattr("tuner.search.task.load", slow)
     monkeypatch.setattr("tuner.search.task.probe", lambda model: pytest.fail("nothing more is tried"))
     with pytest.raises(SearchError, match=r"--timeout 30 s is too short for this model: 29 s are spent"):
-        prepare(config, Unwatched(), budget=open_budget(config, StageClock()))
+        prepare(config, Progress(), budget=open_budget(config, StageClock()))

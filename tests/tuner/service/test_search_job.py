@@ -19,7 +19,7 @@ from tests.support.service import serving, until, working
 from tuner.cli.main import main
 from tuner.config import SearchConfig
 from tuner.errors import StorageError, TrackingOutageError
-from tuner.progress import Unwatched
+from tuner.progress import Progress
 from tuner.search.run import search
 from tuner.search.task import prepare
 from tuner.service.contract import JobResult, JobState
@@ -35,7 +35,7 @@ def test_a_job_gives_the_profile_that_a_search_gives_and_is_fetched(
     )
     path = place.folder / "search.yaml"
     path.write_text(json.dumps(alone.model_dump(mode="json", exclude_unset=True)))  # YAML too
-    search(replace(prepare(alone, Unwatched()), prices=planted_prices()), Unwatched())
+    search(replace(prepare(alone, Progress()), prices=planted_prices()), Progress())
     out = place.folder / "fetched.yaml"
     with serving(place.folder, jobs) as command:
         with working(place.folder, jobs, partial(run_job, prices=planted_prices())):
