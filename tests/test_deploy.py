@@ -22,8 +22,8 @@ from tuner.cli.main import main
 DEPLOY = ROOT / "configs" / "deploy"
 
 
-def _compose() -> dict[str, Any]:
-    return yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
+def _compose(name: str = "compose") -> dict[str, Any]:
+    return yaml.safe_load((DEPLOY / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def _kubernetes() -> list[dict[str, Any]]:
@@ -44,17 +44,18 @@ def _commands() -> Iterator[tuple[str, list[str]]]:
         if document["kind"] == "Deployment":
             (container,) = document["spec"]["template"]["spec"]["containers"]
             yield document["metadata"]["name"], container["args"]
+    yield "serve", _compose("serve")["services"]["server"]["command"]
     yield "slurm", _slurm_command()
 
 
 @pytest.mark.parametrize("command", [pytest.param(given, id=name) for name, given in _commands()])
 def test_commands_have_the_options_of_the_program(command: list[str]) -> None:
     name, *arguments = command
-    assert name in ("service", "worker")
+    assert name in ("serve", "service", "worker")
     command_of = main.get_command(click.Context(main), name)
     assert command_of is not None
     context = command_of.make_context(name, list(arguments))
-    assert {"database", "folder"} <= context.params.keys()
+    assert ({"profile"} if name == "serve" else {"database", "folder"}) <= context.params.keys()
     assert "database" not in " ".join(arguments), "it may hold a password, which others could read in the command line"
 
 
@@ -65,7 +66,7 @@ def test_addresses_with_passwords_are_in_the_environment() -> None:
         named = {each["name"]: each for each in container["env"]}
         assert "secretKeyRef" in named["SDTUNE_DATABASE"]["valueFrom"]
     services = _compose()["services"]
-    assert all("SDTUNE_DATABASE" in services[name]["environment"] for name in ("service", "worker-0", "worker-1"))
+    assert all("SDTUNE_DATABASE" in services[name]["environment"] for name in ("service", "worker"))
 
 
 def test_containers_gain_no_privileges_and_write_to_volumes_only() -> None:
@@ -83,12 +84,12 @@ def test_containers_gain_no_privileges_and_write_to_volumes_only() -> None:
 
 def test_commands_are_one_service_and_its_workers() -> None:
     names = [command[0] for _, command in _commands()]
-    assert (names.count("service"), names.count("worker")) == (2, 5)
+    assert (names.count("service"), names.count("worker")) == (2, 4)
 
 
 def test_compose_mounts_named_volumes_and_depends_on_services_that_say_when_they_are_ready() -> None:
-    document = _compose()
-    services = document["services"]
+    document, serving = _compose(), _compose("serve")
+    services = document["services"] | serving["services"]
     for service in services.values():
         for volume in service.get("volumes", []):
             source = volume.partition(":")[0]
