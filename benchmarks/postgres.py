@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+from decoding.errors import how_to_install
 from tuner.errors import ConfigError
 
 
@@ -24,7 +25,7 @@ def postgres() -> Iterator[str]:
     if folder_of_programs is None:
         raise ConfigError("PostgreSQL is not installed: no initdb was found")
     if find_spec("psycopg") is None:
-        raise ConfigError("psycopg is not installed: pip install -e '.[postgres]' in sdtune's checkout")
+        raise ConfigError(f"psycopg is not installed: {how_to_install('postgres')}")
     folder = Path(tempfile.mkdtemp(prefix="sdtune-pg-"))
     user = "postgres" if os.getuid() == 0 else None  # the server refuses to run as root
     if user is not None:

@@ -43,6 +43,11 @@ class ProfileWarning(UserWarning):
     """A profile used where its figures were not measured, or not used because it does not fit."""
 
 
+def how_to_install(extra: str) -> str:
+    """Return the words that name the command: there is no sdtune on PyPI, only a checkout or a wheel made from it."""
+    return f"pip install -e '.[{extra}]' in sdtune's checkout, or pip install 'WHEEL[{extra}]'"
+
+
 def first_line(cause: BaseException, *, default: str | None = None) -> str:
     """Return the first line of an error's message; without one `default`, or the name of the error's class."""
     return next(iter(str(cause).strip().splitlines()), default or type(cause).__name__)

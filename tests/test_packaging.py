@@ -112,6 +112,17 @@ def test_the_wheel_holds_no_benchmark() -> None:
     assert found == ["decoding*", "studies*", "tuner*", "configs*"]
 
 
+def test_the_wheel_holds_every_data_file_of_the_packages() -> None:
+    for package, patterns in PYPROJECT["tool"]["setuptools"]["package-data"].items():
+        folder = ROOT.joinpath(*package.split("."))
+        files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        data = [
+            path for path in files if package in ("decoding", "studies", "tuner") and "__pycache__" not in path.parts
+        ]
+        assert not [path for path in data if path.suffix != ".py" and not any(path.match(each) for each in patterns)]
+        assert all(list(folder.glob(each)) for each in patterns)
+
+
 def test_command_is_the_launcher() -> None:
     assert PROJECT["scripts"] == {"sdtune": "tuner.cli.launch:launch"}
 

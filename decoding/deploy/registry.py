@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from decoding.errors import ProfileError, first_line
+from decoding.errors import ProfileError, first_line, how_to_install
 
 PROFILE_NAME = "profile.yaml"
 """Name of the profile in a registered folder."""
@@ -53,8 +53,7 @@ def _mlflow(address: str | Path) -> Any:
         import mlflow
     except ImportError as cause:
         raise ProfileError(
-            f"{address} needs MLflow, which is not installed ({first_line(cause)}): pip install -e '.[registry]' in "
-            "sdtune's checkout"
+            f"{address} needs MLflow, which is not installed ({first_line(cause)}): {how_to_install('registry')}"
         ) from None
     return mlflow
 

@@ -160,7 +160,7 @@ def test_what_cannot_be_fetched_is_said_in_one_line(uri: str, workplace: Path, m
             load_decoder(address, tracking_uri=uri)
         assert "\n" not in str(refused.value)
     monkeypatch.setitem(__import__("sys").modules, "mlflow", None)
-    with pytest.raises(ProfileError, match=r"pip install 'sdtune\[registry\]'"):
+    with pytest.raises(ProfileError, match=r"pip install -e '\.\[registry\]' in sdtune's checkout"):
         load_decoder("models:/tiny@champion", tracking_uri=uri)
 
 

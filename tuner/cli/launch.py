@@ -1,6 +1,6 @@
 """The console script `sdtune`: it checks that the tuner's packages are installed, then runs the command.
 
-Imports the standard library only until then, because an installation for production has none of the tuner's packages.
+Imports nothing beyond the standard library until then, because an installation for production has none of the tuner's packages.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import signal
 import sys
 import threading
 from importlib.util import find_spec
+
+from decoding.errors import how_to_install
 
 TUNE = (
     *("click", "datasets", "jinja2", "mlflow", "optuna", "plotly", "psutil", "rich", "scipy"),
@@ -33,8 +35,7 @@ def launch() -> None:
         if missing := [package for package in needed if find_spec(package) is None]:
             what = {"tune": "tuner", "serve": "server", "service": "tuning service"}[extra]
             print(
-                f"sdtune: the {what} is not installed (no {', '.join(missing)}): pip install -e '.[{extra}]' in sdtune's "
-                f"checkout, or its wheel with [{extra}]",
+                f"sdtune: the {what} is not installed (no {', '.join(missing)}): {how_to_install(extra)}",
                 file=sys.stderr,
             )
             sys.exit(2)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tuner.engines import gguf_converter
+from decoding.errors import how_to_install
 from tuner.engines.contract import DraftCounts, EngineProgram, Launch, ServerSettings, completed
 from tuner.engines.server import HOST, last_lines, output_of
 from tuner.errors import EngineError
+from tuner.export.engines import gguf_converter
 from tuner.export.engines.llama_cpp import OUTTYPES, QUANTISED, LlamaCpp
 
 if TYPE_CHECKING:
@@ -138,9 +139,7 @@ class LlamaCppServer(EngineProgram):
             )
         text = log.read_text(encoding="utf-8", errors="replace")
         if missing := re.search(r"^ModuleNotFoundError: .*", text, re.MULTILINE):
-            raise EngineError(
-                f"llama.cpp's converter: {missing[0]}; pip install -e '.[engines]' in sdtune's checkout brings what it imports"
-            )
+            raise EngineError(f"llama.cpp's converter: {missing[0]}; {how_to_install('engines')}")
         if done.returncode:
             raise EngineError(f"llama.cpp's converter cannot convert {model}: {last_lines(log)}")
         return gguf_converter.NOTE if gguf_converter.NOTE in text else ""

@@ -106,7 +106,7 @@ model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
 output = model.generate(**inputs, custom_generate="{name}", trust_remote_code=True)
 ```
 
-It needs the package `{package}`, which has the decoder. `transformers serve` runs the folder as it is.
+It needs the package `{package}`, from its sources or a wheel: it is not on PyPI. `transformers serve` runs the folder as it is.
 """
 """The section of the model card, by the hub's convention for `custom_generate`."""
 

@@ -55,13 +55,14 @@ def losses_text(plan: Plan, engine: Engine, cost: DraftCost | None, dropped: Col
 def _fates(plan: Plan, engine: Engine, dropped: Collection[str]) -> Iterator[Fate]:
     profile, draft = plan.profile, plan.profile.draft
     own = draft.having(lookup=None, tree=None).describe()
+    losses = tuple(_dropped_fates(profile, dropped))
     if plan.shape is not None:
-        changed = bool(dropped) or plan.bits is not None
+        changed = bool(losses) or plan.bits is not None
         yield ("draft", own, "changed" if changed else "kept", plan.shape.describe())
     else:
         yield ("draft", own, "kept", f"n-grams of {_lengths(plan)}")
     yield _rule_fate(plan)
-    yield from _dropped_fates(profile, dropped)
+    yield from losses
     if plan.bits is not None:
         yield ("draft's weights", f"int{plan.bits}", "changed", "quantised by the engine, rounded otherwise")
     first = draft.parts.lookup

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.errors import ExportError
 from tuner.export.schedule import check_schedule
-from tuner.export.shape import moved_settings, shape_of
+from tuner.export.shape import DEPLOY_TO, moved_settings, shape_of
 
 if TYPE_CHECKING:
     from decoding.drafts import DraftDocument
@@ -169,8 +169,7 @@ def lookup_of(profile: DraftProfile, engine: Engine, length: FixedLength) -> Ngr
     copying = draft.copying
     if copying is None or copying.ngram_lengths is None:
         raise ExportError(
-            f"{draft.describe()} has no counterpart in {engine.title}: --to folder keeps it, and a search with prompt lookup "
-            "alone finds what can be exported"
+            f"{draft.describe()} has no counterpart in {engine.title}: {DEPLOY_TO}, or keep everything with --to folder"
         )
     if not engine.looks_up_alone:
         raise ExportError(f"{engine.title} has no prompt lookup: --to hf, vllm and llama.cpp have one")

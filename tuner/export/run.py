@@ -105,7 +105,7 @@ def _write_for_engine(
     draft = reduced(source.profile.draft, settings.drop, keeps_bits=engine.quantises)
     plan = _plan(settings, source, engine, draft)
     cost = write_draft(plan, engine, source, draft, prompts, building, progress) if plan.needs_draft_folder else None
-    _write_settings(plan, engine, building, losses_text(plan, engine, cost, _dropped(settings, source.profile)))
+    _write_settings(plan, engine, building, losses_text(plan, engine, cost, settings.drop))
     return plan
 
 
@@ -160,7 +160,9 @@ def write_draft(
     """Write the draft folder and compare it with the draft; raise `ExportError` if they differ."""
     assert plan.shape is not None, "there is a draft to write"
     target = Target(source.loaded.model)
-    head = _exit_head(target, source.folder, draft) if draft.trained_head is not None else None
+    head = None
+    if draft.trained_head is not None:  # a feature head has been refused, and a draft vocabulary dropped
+        head = ExitHead(HeadFolder(target, source.folder).get(cast("EarlyExit", draft)).block)
     progress.stage("writing the draft")
     folder = building / DRAFT_FOLDER
     num_bytes = write_checkpoint(target, plan.shape, head, folder)
@@ -180,11 +182,6 @@ def write_draft(
     return DraftCost(num_bytes, cache_bytes, positions)
 
 
-def _exit_head(target: Target, folder: Path, draft: DraftDocument) -> ExitHead:
-    """Return the exit head of a draft for all tokens: a feature head has been refused, and its vocabulary dropped."""
-    return ExitHead(HeadFolder(target, folder).get(cast("EarlyExit", draft)).block)
-
-
 def _gate_texts(prompts: BenchPrompts | None, tokenizer: Any) -> list[Sequence[int]]:
     if prompts is None:
         return [tokenizer(USUAL_TEXT)["input_ids"][:GATE_TOKENS]]
@@ -202,8 +199,6 @@ def _write_settings(plan: Plan, engine: Engine, building: Path, losses: str) -> 
 
 def _movable(text: str, name: str, plan: Plan) -> str:
     """Return a file of settings whose paths into the export are relative, and whose model the variable MODEL may name."""
-    if name.endswith(".py"):
-        return text
     text = text.replace(f"{plan.out}/", "")
     if not name.endswith(".sh"):
         return text
@@ -215,12 +210,12 @@ def _movable(text: str, name: str, plan: Plan) -> str:
 def _readme(plan: Plan, engine: Engine, files: Mapping[str, str]) -> Iterator[str]:
     yield f"# {plan.profile.name} for {engine.title}\n"
     if "convert.sh" in files:
-        yield (
-            "* `LLAMA_CPP=DIR ./convert.sh` makes the GGUF files, once. DIR holds llama.cpp's sources. Their converter knows the "
-            "tokenizers of published models, and refuses others."
-        )
+        yield "* `LLAMA_CPP=DIR ./convert.sh` makes the GGUF files, once; DIR is the absolute path of llama.cpp's sources."
     if "launch.sh" in files:
-        yield "* `./launch.sh` starts the engine; flags are passed on. `MODEL=PATH` names the model if it lies elsewhere."
+        yield "* `./launch.sh` starts the engine's server with the draft; flags are passed on."
+        yield "* If the model lies elsewhere, set `MODEL` to its absolute path, or its hub id, for the scripts."
+    if "example.py" in files:
+        yield "* `python example.py` continues a text with the draft."
     yield f"* {LOSSES} says what of the profile survives here. The folder may be moved.\n"
 
 
@@ -235,10 +230,3 @@ def _write_prompts(prompts: BenchPrompts | None, tokenizer: Any, building: Path,
     missing = len(prompts.prompts) - len(lines)
     left_out = f"; {missing} left out, whose token ids no text gives" if missing else ""
     progress.say(f"{FILE}: {len(lines)} prompts, {prompts.note}{left_out}")
-
-
-def _dropped(settings: ExportSettings, profile: DraftProfile) -> tuple[str, ...]:
-    draft = profile.draft
-    head = draft.trained_head
-    has = {"bits": draft.parts.bits is not None, "draft-vocabulary": head is not None and head.num_tokens is not None}
-    return tuple(name for name in settings.drop if has[name])

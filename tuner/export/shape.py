@@ -18,6 +18,9 @@ NOT_PER_LAYER = ("token_id", "token_ids", "architectures")
 """Endings of settings that may be lists by chance as long as the model is deep."""
 
 
+DEPLOY_TO = "tune for an engine by sdtune search ... --deploy-to vllm|llama.cpp"
+
+
 class Droppable(StrEnum):
     """A property of a draft without which it may be exported, if the user says so."""
 
@@ -65,8 +68,8 @@ def reduced(draft: DraftDocument, drops: Collection[str], *, keeps_bits: bool) -
         return draft
     if Droppable.BITS not in drops:
         raise ExportError(
-            f"the draft has int{draft.parts.bits} weights, which this engine does not make: --drop bits exports it without "
-            "them, --to llama.cpp quantises it there, and --to folder keeps everything"
+            f"the draft has int{draft.parts.bits} weights, which this engine does not make: {DEPLOY_TO}; or --drop bits "
+            "exports it without them, --to llama.cpp quantises it there, and --to folder keeps everything"
         )
     return draft.having(bits=None)
 
@@ -79,14 +82,14 @@ def shape_of(draft: DraftDocument, num_layers: int) -> DraftShape:
     head = draft.trained_head
     if head is not None and head.is_autoregressive:
         raise ExportError(
-            "a feature head reads the target's hidden states, which no engine gives a draft model: search again with exits "
-            "(--study exit_layer), or keep everything with --to folder"
+            f"a feature head reads the target's hidden states, which no engine gives a draft model: {DEPLOY_TO}, or keep "
+            "everything with --to folder"
         )
     skip = draft.skipped(num_layers)
     if set(skip.skip_attention) != set(skip.skip_mlp):
         raise ExportError(
-            "the draft skips single attention or MLP sublayers, and engines run whole blocks only: search again for exits or "
-            "whole blocks, or keep everything with --to folder"
+            f"the draft skips single attention or MLP sublayers, and engines run whole blocks only: {DEPLOY_TO}, or keep "
+            "everything with --to folder"
         )
     kept = tuple(index for index in range(num_layers) if index not in set(skip.skip_attention))
     if not kept:
@@ -94,8 +97,8 @@ def shape_of(draft: DraftDocument, num_layers: int) -> DraftShape:
     shape = DraftShape(kept, head is not None, num_layers)
     if shape.is_whole and draft.parts.bits is None:
         raise ExportError(
-            "without its quantised weights the draft is the whole model, which cannot make it faster: --to llama.cpp can "
-            "quantise it, and --to folder keeps everything"
+            f"without its quantised weights the draft is the whole model, which cannot make it faster: {DEPLOY_TO}; or "
+            "--to llama.cpp quantises it there, and --to folder keeps everything"
         )
     return shape
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from decoding.errors import SdtuneError, first_line
+from decoding.errors import SdtuneError, first_line, how_to_install
 from tuner.config import SearchConfig
 from tuner.errors import ConfigError, SearchError
 from tuner.inputs.models import resolve_device
@@ -112,7 +112,7 @@ def search_on_ray(config: SearchConfig, progress: Progress) -> None:
     ends with a result.
     """
     if ray is None:
-        raise ConfigError("ray: it is not installed: pip install -e '.[ray]' in sdtune's checkout")
+        raise ConfigError(f"ray: it is not installed: {how_to_install('ray')}")
     assert config.ray is not None, "the caller has looked"
     try:
         ray.init(address=config.ray, logging_level="ERROR", log_to_driver=False, ignore_reinit_error=True)

@@ -131,7 +131,7 @@ def test_a_quantised_draft_is_converted_and_missing_packages_are_named(tmp_path:
     assert len(remarks) == 1
     assert {each.name for each in tmp_path.glob("*.gguf")} == {"target.gguf", "draft-Q8_0.gguf"}
     (home / "convert_hf_to_gguf.py").write_text("import not_installed")
-    with pytest.raises(EngineError, match=r"No module named 'not_installed'; pip install 'sdtune\[engines\]'"):
+    with pytest.raises(EngineError, match=r"No module named 'not_installed'; pip install -e '\.\[engines\]'"):
         program.prepare(plan, tmp_path / "log")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from transformers.generation import BaseStreamer
 from decoding.drafts import Draft, LayerSkip, Lookup, PlainDecoding, PromptLookup
 from decoding.target import Target
 from tests.support.byte_tokenizer import byte_tokenizer
+from tests.support.engine_stub import write_llama_cpp
 from tests.support.heads import write_heads
 from tests.support.profiles import save_profile
 from tests.support.refusals import refused
@@ -66,9 +69,19 @@ def test_transformers_generates_plain_texts_with_the_exported_head(
 @pytest.mark.parametrize(
     ("draft", "to", "flags", "words"),
     [
-        (LayerSkip(skip_attention=(2, 3), skip_mlp=(3,)), "vllm", (), ["sublayers", "--to folder"]),
-        (LayerSkip(skip_attention=(2,), skip_mlp=(2,), bits=8), "hf", (), ["int8", "--drop bits", "llama.cpp"]),
-        (LayerSkip(bits=8), "vllm", ("--drop", "bits"), ["the whole model", "llama.cpp"]),
+        (
+            LayerSkip(skip_attention=(2, 3), skip_mlp=(3,)),
+            "vllm",
+            (),
+            ["sublayers", "--to folder", "--deploy-to vllm|llama.cpp"],
+        ),
+        (
+            LayerSkip(skip_attention=(2,), skip_mlp=(2,), bits=8),
+            "hf",
+            (),
+            ["int8", "--drop bits", "search ... --deploy-to vllm|llama.cpp"],
+        ),
+        (LayerSkip(bits=8), "vllm", ("--drop", "bits"), ["the whole model", "--deploy-to vllm|llama.cpp"]),
         (PlainDecoding(), "hf", (), ["decode plainly"]),
     ],
 )
@@ -97,6 +110,14 @@ def test_a_moved_export_starts_its_engine_in_place_of_the_shell(export: Export, 
     assert '"${MODEL:-/' in (moved / ("convert.sh" if to == "llama.cpp" else "launch.sh")).read_text()
     written = [path.read_text() for path in moved.iterdir() if path.is_file() and path.name != "profile.yaml"]
     assert not [text for text in written if str(tmp_path / "out") in text]
+    readme = (moved / "README.md").read_text()
+    assert "./launch.sh" in readme
+    if to == "llama.cpp":
+        sources = write_llama_cpp(tmp_path / "llama.cpp")
+        path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+        subprocess.run([moved / "convert.sh"], check=True, env={"PATH": path, "LLAMA_CPP": str(sources)})
+        assert (moved / "target.gguf").read_text() == (moved / "draft.gguf").read_text() == "gpt-2"
+        assert "LLAMA_CPP=DIR ./convert.sh" in readme
 
 
 def test_a_folder_that_is_no_export_is_never_replaced(export: Export) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from shlex import quote
 
+from tuner.export.engines import gguf_converter
 from tuner.export.engines.contract import Engine, command, script
 from tuner.export.plan import Plan
 
+CONVERTER = "gguf_converter.py"
 OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 QUANTISED = {8: "Q8_0", 4: "Q4_0"}
 """llama.cpp's types nearest to our quantised weights: also one scale per group and symmetric, but rounded otherwise."""
@@ -44,6 +47,7 @@ class LlamaCpp(Engine):
         preset = ["[sdtune]", *(f"{name} = {value}" for name, value in settings.items())]
         return {
             "convert.sh": script(*_conversions(plan)),
+            CONVERTER: Path(gguf_converter.__file__).read_text(encoding="utf-8"),
             "launch.sh": script(launch),
             "preset.ini": "\n".join(preset) + "\n",
         }
@@ -73,7 +77,7 @@ def _draft_file(plan: Plan) -> str:
 
 def _conversions(plan: Plan) -> list[str]:
     """Return the commands that make the GGUF files; `LLAMA_CPP` names llama.cpp's sources, which hold the converter."""
-    convert = f'python "$LLAMA_CPP/convert_hf_to_gguf.py" --outtype {OUTTYPES[plan.dtype]}'
+    convert = f'python {CONVERTER} "$LLAMA_CPP/convert_hf_to_gguf.py" --outtype {OUTTYPES[plan.dtype]}'
     whole = f"{plan.out}/target.gguf"
     commands = [f"{convert} {quote(plan.model)} --outfile {quote(whole)}"]
     if plan.needs_draft_folder:

@@ -1,7 +1,7 @@
 """llama.cpp's converter, run for models whose pre-tokenizer it does not know too: `gguf_converter.py CONVERTER ARGUMENTS...`.
 
-The converter recognises a pre-tokenizer by a hash and refuses others. A measurement sends token ids and reads token ids, in
-which the pre-tokenizer takes no part: an unknown one is written as `gpt-2`, and the note says so.
+The converter recognises a pre-tokenizer by a hash and refuses others. An unknown one is written as `gpt-2`, and the note says so:
+it takes no part in prompts and answers of token ids, which a measurement sends and reads. An export holds a copy of this file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 USUAL = "gpt-2"
-NOTE = f"llama.cpp does not know the model's pre-tokenizer: it is written as {USUAL}, which takes no part in prompts of token ids."
+NOTE = f"llama.cpp does not know the pre-tokenizer: it is written as {USUAL}. Token ids are right; text may be split otherwise."
 
 
 def main(converter: Path, arguments: list[str]) -> None:
