@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, cast
@@ -189,7 +189,8 @@ def _gate_texts(prompts: BenchPrompts | None, tokenizer: Any) -> list[Sequence[i
 
 
 def _write_settings(plan: Plan, engine: Engine, building: Path, losses: str) -> None:
-    files = {name: _movable(text, name, plan) for name, text in engine.files(plan).items()}
+    relative = replace(plan, out=Path())
+    files = {name: _movable(text, name, plan) for name, text in engine.files(relative).items()}
     for name, text in {**files, LOSSES: losses, README: "\n".join(_readme(plan, engine, files))}.items():
         path = building / name
         path.write_text(text, encoding="utf-8")
@@ -198,8 +199,7 @@ def _write_settings(plan: Plan, engine: Engine, building: Path, losses: str) -> 
 
 
 def _movable(text: str, name: str, plan: Plan) -> str:
-    """Return a file of settings whose paths into the export are relative, and whose model the variable MODEL may name."""
-    text = text.replace(f"{plan.out}/", "")
+    """Return a file of settings; a script runs in its own folder, and the variable MODEL may name its model."""
     if not name.endswith(".sh"):
         return text
     model = quote(plan.model)

@@ -101,15 +101,15 @@ def test_a_lookup_alone_needs_no_draft_folder(export: Export) -> None:
 
 @pytest.mark.parametrize("to", ["vllm", "llama.cpp", "sglang"])
 def test_a_moved_export_starts_its_engine_in_place_of_the_shell(export: Export, tmp_path: Path, to: str) -> None:
-    done = export(SKIP, to)
+    done = export(SKIP, to, "--out", "it's é")
     assert done.exit_code == 0, done.output
-    assert "next     read out/README.md" in done.stdout
-    moved = Path("out").rename("moved")
+    assert "next     read it's é/README.md" in done.stdout
+    moved = Path("it's é").rename("moved")
     launch = (moved / "launch.sh").read_text()
     assert launch.startswith('#!/bin/sh\nset -eu\ncd "$(dirname "$0")"\nexec ')
     assert '"${MODEL:-/' in (moved / ("convert.sh" if to == "llama.cpp" else "launch.sh")).read_text()
     written = [path.read_text() for path in moved.iterdir() if path.is_file() and path.name != "profile.yaml"]
-    assert not [text for text in written if str(tmp_path / "out") in text]
+    assert not [text for text in written if f"{tmp_path}/it" in text]
     readme = (moved / "README.md").read_text()
     assert "./launch.sh" in readme
     if to == "llama.cpp":

@@ -51,7 +51,7 @@ class Engine(ABC):
     def files(self, plan: Plan) -> dict[str, str]:
         """Return the text of each file of settings by its name within the export; scripts end in `.sh`.
 
-        Scripts run in the folder of the export, whose paths are made relative to it: the folder may be moved.
+        Scripts run in the folder of the export, and `plan.out` is relative then: the folder may be moved.
         """
 
 
