@@ -21,7 +21,7 @@ def check_folder(name: str) -> None:
     if path.suffix.lower() == ".gguf" or (path.is_dir() and _only_gguf(path)):
         raise ConfigError(
             f"{name} is in llama.cpp's format GGUF, which sdtune does not read: give the checkpoint that it was converted from "
-            "(`sdtune export --to llama.cpp` writes GGUF)"
+            "(the `convert.sh` of `sdtune export --to llama.cpp` makes GGUF)"
         )
     if path.is_dir() and (path / ADAPTER_CONFIG).is_file() and not _has_weights(path):
         raise ConfigError(
