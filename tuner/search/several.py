@@ -7,6 +7,7 @@ search imports Ray.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from tuner.progress import Progress
 MOST_LOST = 3
 """Times that a device's search begins again after its process or host died."""
 END_SECONDS = 60.0
+CONNECT_SECONDS = 10.0
 """Seconds for the other processes of this host to show the result before they are stopped; a sixth of it to stop."""
 
 try:
@@ -114,9 +116,12 @@ def search_on_ray(config: SearchConfig, progress: Progress) -> None:
     if ray is None:
         raise ConfigError(f"ray: it is not installed: {how_to_install('ray')}")
     assert config.ray is not None, "the caller has looked"
+    host, _, port = config.ray.rpartition(":")
     try:
+        if port.isdigit():  # Ray itself tries for minutes
+            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
         ray.init(address=config.ray, logging_level="ERROR", log_to_driver=False, ignore_reinit_error=True)
-    except (ConnectionError, RuntimeError, ValueError) as cause:
+    except (OSError, RuntimeError, ValueError) as cause:
         raise ConfigError(
             f"ray: no Ray cluster answers at {config.ray!r} ({first_line(cause)}): start one with `ray start --head`"
         ) from None

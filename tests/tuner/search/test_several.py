@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from benchmarks.small_search import SearchPlace
 from decoding.profile import DraftProfile
 from studies.contract import TrialRecord
 from tests.support.paths import ROOT
+from tests.support.refusals import refused
 from tests.support.stored_trials import stored_trials
 from tuner.cli.main import main
 from tuner.measuring.paired import Bench
@@ -139,6 +141,18 @@ def test_a_worker_ends_with_the_process_that_started_it() -> None:
         assert worker.stdout.readline() == b"begun\n"
         _, said = worker.communicate(timeout=LIMIT_SECONDS)  # closes its stdin, as the end of this process would
     assert b"KeyboardInterrupt" in said
+
+
+def test_a_cluster_that_is_not_there_is_refused_at_once(place: SearchPlace) -> None:
+    pytest.importorskip("ray")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    refused(
+        CliRunner().invoke(main, ["search", "--config", str(place.folder / "given.yaml"), "--ray", address]),
+        f"no Ray cluster answers at '{address}'",
+        "ray start --head",
+    )
 
 
 def test_a_killed_node_of_a_ray_cluster_loses_its_running_trial_alone(place: SearchPlace) -> None:
