@@ -26,8 +26,8 @@ from tuner.progress import Progress
 
 MOST_LOST = 3
 """Times that a device's search begins again after its process or host died."""
-END_SECONDS = 60.0
 CONNECT_SECONDS = 10.0
+END_SECONDS = 60.0
 """Seconds for the other processes of this host to show the result before they are stopped; a sixth of it to stop."""
 
 try:
