@@ -92,6 +92,10 @@ def create_app(
     async def metrics() -> Response:
         return Response(service.counters.text(), media_type=METRICS_TYPE)
 
+    @app.get("/openapi.json", dependencies=guarded, include_in_schema=False)
+    async def openapi() -> JSONResponse:
+        return JSONResponse(app.openapi())
+
     @app.get("/v1/models", dependencies=guarded)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model_card(service)]}

@@ -7,7 +7,10 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
+import schemathesis
+from hypothesis import Phase, given, settings
 from starlette.testclient import TestClient
 
 from decoding.decode import Request
@@ -298,14 +301,56 @@ def test_other_paths(client: TestClient) -> None:
     assert client.get("/v1/models/tiny").json() == card
     assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
     assert client.get("/health").status_code == 200
-    for path in ("/", "/v1/embeddings", "/docs", "/openapi.json"):
+    for path in ("/", "/v1/embeddings", "/docs"):
         assert client.get(path).json()["error"]["type"] == "invalid_request_error"
     assert client.get("/v1/completions").status_code == 405
 
 
+def test_no_request_of_the_openapi_document_ends_with_500(client: TestClient) -> None:
+    schema = schemathesis.openapi.from_dict(client.get("/openapi.json").json())
+    operations = [found.ok() for found in schema.get_all_operations()]
+    assert {each.path for each in operations} >= {"/v1/completions", "/v1/chat/completions", "/v1/models"}
+    answered: set[int] = set()
+    for operation in operations:
+
+        @settings(max_examples=20, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+        @given(case=operation.as_strategy())
+        def check(case: Any) -> None:
+            sent = case.as_transport_kwargs(base_url="http://testserver")
+            status = client.request(sent["method"], sent["url"], json=sent.get("json")).status_code
+            answered.add(status)
+            assert status < 500, sent
+
+        check()
+    assert {200, 400} <= answered
+
+
+def test_openais_own_client_gets_all_that_is_offered(client: TestClient, service: Service) -> None:
+    api = openai.OpenAI(api_key=KEY, base_url="http://testserver/v1", http_client=client, max_retries=0)
+    text = _text(service, _plain(service, PROMPT, 12))
+    assert [each.id for each in api.models.list()] == ["tiny"]
+    asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    whole = api.completions.create(**asked)
+    assert (whole.choices[0].text, whole.usage and whole.usage.completion_tokens) == (text, 12)
+    *chunks, last = api.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    assert "".join(each.choices[0].text for each in chunks) == text
+    assert last.usage is not None
+    stopped = api.completions.create(**asked, stop=text.split()[3])
+    assert text.startswith(stopped.choices[0].text)
+    assert stopped.choices[0].finish_reason == "stop"
+    sampled = [api.completions.create(**{**asked, "temperature": 1}, seed=7).choices[0].text for _ in range(2)]
+    assert sampled[0] == sampled[1]
+    chat = api.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "w1 w2"}], max_tokens=4)
+    assert chat.choices[0].message.role == "assistant"
+    with pytest.raises(openai.BadRequestError, match="only null and 1 are supported"):
+        api.completions.create(**asked, n=2)
+    with pytest.raises(openai.NotFoundError, match="other"):
+        api.completions.create(**{**asked, "model": "other"})
+
+
 def test_wrong_key(client: TestClient) -> None:
-    for given in (None, "Bearer wrong", KEY, "Bearer \u00e9"):
-        headers = {"Authorization": "" if given is None else given.encode()}
+    for sent in (None, "Bearer wrong", KEY, "Bearer \u00e9"):
+        headers = {"Authorization": "" if sent is None else sent.encode()}
         answer = client.post("/v1/completions", json={"prompt": PROMPT}, headers=headers)
         assert answer.status_code == 401
         assert answer.json()["error"]["code"] == "invalid_api_key"
