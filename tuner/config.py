@@ -373,6 +373,10 @@ ENVIRONMENT: Mapping[str, str] = {"storage": "SDTUNE_DATABASE", "tracking_uri": 
 """Environment variables of addresses, which may hold passwords: command lines can be read by all users of a machine."""
 
 
+NAMELESS = {"model": "-", "dataset": "-"}
+"""Stand-ins of the required settings, where the others are validated."""
+
+
 def load_config(path: Path | None, given: Mapping[str, Any]) -> SearchConfig:
     """Return the configuration of a file, overridden by what the command line gives.
 
@@ -383,17 +387,18 @@ def load_config(path: Path | None, given: Mapping[str, Any]) -> SearchConfig:
         **(read_mapping(path, what="configuration", error=ConfigError) if path else {}),
     }
     both = merged(from_file, given)
+    source = str(path) if path and not _is_wrong_flag(given) else "command line"
     for required in ("model", "dataset"):
         if required not in both:
+            validate(SearchConfig, {**NAMELESS, **both}, source=source, error=ConfigError)  # of a misspelt key
             raise ConfigError(f"which {required}? give --{required} or a `{required}:` in the file of --config")
-    source = str(path) if path and not _is_wrong_flag(given) else "command line"
     return validate(SearchConfig, both, source=source, error=ConfigError)
 
 
 def _is_wrong_flag(given: Mapping[str, Any]) -> bool:
     """Return whether the flags alone are invalid, so that the message blames the command line and not the file."""
     try:
-        validate(SearchConfig, {"model": "-", "dataset": "-", **given}, source="", error=ConfigError)
+        validate(SearchConfig, {**NAMELESS, **given}, source="", error=ConfigError)
     except ConfigError:
         return True
     return False

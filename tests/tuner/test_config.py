@@ -44,6 +44,7 @@ def test_no_duration_is_endless(value: Any) -> None:
     [
         ({}, "which model"),
         ({"model": "m"}, "which dataset"),
+        ({"modle": "m", "dataset": "d"}, "unknown key 'modle'; did you mean 'model'"),
         ({**GIVEN, "timeout": "10 parsecs"}, "timeout: must be a duration such as 90s, 10m or 1.5h"),
         ({**GIVEN, "timeout": float("inf")}, "timeout: must be a finite number"),
         ({**GIVEN, "wait_quiet": "9000h"}, "wait_quiet: must be a duration of at most 8760h"),
