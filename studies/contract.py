@@ -86,6 +86,13 @@ class TrialRecord(Document):
         """Measured speed-up of a complete trial, else None."""
         return self.measurement.speedup if self.state is TrialState.COMPLETE and self.measurement else None
 
+    def describe(self) -> str:
+        """Return the trial in a line: what was measured, or why not, and its candidate with its parameters."""
+        found = f"{self.speedup:.2f}x" if self.speedup else self.state.lower()
+        again = f" (repeats trial {self.repeat_of})" if self.repeat_of is not None else ""
+        reason = f": {self.reason}" if self.state is TrialState.FAIL else ""
+        return f"{self.study}/{self.number}: {found}{again}  {self.candidate.describe(parameters=True)}{reason}"
+
 
 @dataclass(frozen=True)
 class Problem:

@@ -251,5 +251,5 @@ def _line(job: SearchJob) -> str:
     if job.error:
         facts.append(job.error)
     if not (job.state.is_over or progress.stage):
-        facts.append(progress.message)  # the store that it waits for
+        facts += progress.lines[-1:]  # the store that it waits for
     return visible("  ".join(str(each) for each in facts if each))

@@ -213,17 +213,11 @@ class TerminalProgress(Progress):
 
     def trial(self, record: TrialRecord, best: TrialRecord | None) -> None:
         """Move the bar and show the best so far; a failed trial gets a line with its reason."""
-        from studies.contract import TrialState
-
         self.advance()
         if best is not None:
             self.show(f"best {best.speedup:.2f}x, {best.candidate.describe()}")
-        if record.state is TrialState.FAIL:
-            self.say(f"trial {record.study}/{record.number} failed: {record.reason}")
-        elif not self._console.is_terminal:
-            shown = f"{record.speedup:.2f}x" if record.speedup else record.state.lower()
-            again = f" (repeats trial {record.repeat_of})" if record.repeat_of is not None else ""
-            self.say(f"  {record.study}/{record.number}: {shown}{again}  {record.candidate.describe(parameters=True)}")
+        if record.state == "FAIL" or not self._console.is_terminal:
+            self.say(f"  {record.describe()}")
 
     def show(self, text: str) -> None:
         if self._task is not None:

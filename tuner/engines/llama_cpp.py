@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,7 +17,7 @@ from tuner.engines.contract import DraftCounts, EngineProgram, Launch, ServerSet
 from tuner.engines.server import HOST, last_lines, output_of
 from tuner.errors import EngineError
 from tuner.export.engines import gguf_converter
-from tuner.export.engines.llama_cpp import OUTTYPES, QUANTISED, LlamaCpp
+from tuner.export.engines.llama_cpp import CONVERT, TARGET, LlamaCpp
 
 if TYPE_CHECKING:
     from tuner.engines.server import Client
@@ -25,11 +25,8 @@ if TYPE_CHECKING:
     from tuner.measuring.contender import Decoded
 
 CONVERTER = "convert_hf_to_gguf.py"
-SERVER, QUANTISER = "llama-server", "llama-quantize"
+SERVER = "llama-server"
 BUILT = Path("build") / "bin"
-CONVERTED = ("q8_0",)
-"""Quantised types that the converter writes itself."""
-TARGET = "target.gguf"
 
 
 @dataclass(frozen=True)
@@ -74,19 +71,27 @@ class LlamaCppServer(EngineProgram):
         return found[1] if found else text.strip().splitlines()[0]
 
     def prepare(self, plan: Plan, log: Path) -> tuple[str, ...]:
-        """Convert the target and the draft to GGUF, and quantise the draft where the export says so."""
-        remarks = []
-        whole = plan.out / TARGET
-        if not whole.exists():
-            remarks.append(self._convert(Path(plan.model), whole, OUTTYPES[plan.dtype], log))
-        if plan.needs_draft_folder:
-            whole = plan.out / "draft.gguf"
-            remarks.append(self._convert(plan.draft, whole, OUTTYPES[plan.dtype], log))
-        if plan.bits is not None:
-            remarks.append(
-                self._quantise(plan.draft if plan.needs_draft_folder else Path(plan.model), whole, plan, log)
+        """Convert the target and the draft to GGUF, as the export's `convert.sh` does."""
+        out, model = plan.out.absolute(), str(Path(plan.model).absolute())
+        commands = LlamaCpp().files(replace(plan, out=out, model=model))[CONVERT]
+        programs = (str(Path(sys.executable).parent), str(self.server.parent), os.environ.get("PATH", os.defpath))
+        environment = os.environ | {"LLAMA_CPP": str(self.sources), "PATH": os.pathsep.join(programs)}
+        with log.open("wb") as output:
+            done = subprocess.run(
+                ["sh", "-c", commands],
+                cwd=Path(gguf_converter.__file__).parent,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                check=False,
             )
-        return tuple(dict.fromkeys(each for each in remarks if each))
+        text = log.read_text(encoding="utf-8", errors="replace")
+        if missing := re.search(r"^ModuleNotFoundError: .*", text, re.MULTILINE):
+            raise EngineError(f"llama.cpp's converter: {missing[0]}; {how_to_install('engines')}")
+        if done.returncode:
+            raise EngineError(f"llama.cpp's converter cannot convert {plan.model}: {last_lines(log)}")
+        return (gguf_converter.NOTE,) if gguf_converter.NOTE in text else ()
 
     def draft_flags(self, plan: Plan) -> tuple[str, ...]:
         """Return the flags of the export's `launch.sh`, the model apart."""
@@ -118,31 +123,6 @@ class LlamaCppServer(EngineProgram):
     def continuation(self, client: Client, prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
         """Continue token ids by `/completion`."""
         return read_completion(client.post("/completion", _request(prompt, num_tokens)), DraftCounts()).texts[0]
-
-    def _quantise(self, model: Path, whole: Path, plan: Plan, log: Path) -> str:
-        """Write the quantised draft: by the converter where it knows the type, else by the program built with the server."""
-        assert plan.bits is not None, "the caller has looked"
-        kind = QUANTISED[plan.bits]
-        out = plan.out / f"draft-{kind}.gguf"
-        if kind.lower() in CONVERTED:
-            return self._convert(model, out, kind.lower(), log)
-        output_of([str(self.server.with_name(QUANTISER)), str(whole), str(out), kind], self.title)
-        return ""
-
-    def _convert(self, model: Path, out: Path, outtype: str, log: Path) -> str:
-        """Write a model folder as GGUF; return a remark, or nothing."""
-        command = [sys.executable, gguf_converter.__file__, str(self.sources / CONVERTER), str(model)]
-        command += ["--outtype", outtype, "--outfile", str(out)]
-        with log.open("wb") as output:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, check=False
-            )
-        text = log.read_text(encoding="utf-8", errors="replace")
-        if missing := re.search(r"^ModuleNotFoundError: .*", text, re.MULTILINE):
-            raise EngineError(f"llama.cpp's converter: {missing[0]}; {how_to_install('engines')}")
-        if done.returncode:
-            raise EngineError(f"llama.cpp's converter cannot convert {model}: {last_lines(log)}")
-        return gguf_converter.NOTE if gguf_converter.NOTE in text else ""
 
 
 def _request(prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class JobProgress(Document):
     trials: int = 0
     best_speedup: float | None = Field(None, description="Of the best trial, on tuning prompts: no result.")
     best_draft: str | None = None
-    message: str = ""
+    lines: list[str] = Field(default_factory=list, description="The latest lines of its progress, trials among them.")
 
 
 class TableRow(Document):

@@ -47,10 +47,10 @@ _JOB = """{% extends "base" %}{% block title %}{{ job.model }} on {{ job.dataset
 <p><b class="{{ job.state }}">{{ job.state }}</b>{% if job.worker %} on {{ job.worker }}{% endif %}
 {% if job.error %}<br>{{ job.error }}{% endif %}</p>
 {% if not job.state.is_over %}
-<p>{{ job.progress.stage }}{% if job.progress.total %}: {{ job.progress.done }} of {{ job.progress.total }}{% endif %}<br>
-{{ job.progress.message }}</p>
+<p>{{ job.progress.stage }}{% if job.progress.total %}: {{ job.progress.done }} of {{ job.progress.total }}{% endif %}</p>
 <p>{{ job.progress.trials }} trials{% if job.progress.best_speedup is not none %}; best on tuning prompts
-{{ job.progress.best_speedup | speed }} {{ job.progress.best_draft or "" }}{% endif %}</p>
+{{ job.progress.best_speedup | speed }}, {{ job.progress.best_draft }}{% endif %}</p>
+<pre>{{ job.progress.lines | reverse | join("\n") }}</pre>
 {% endif %}
 {% if result %}
 <p>{{ "The profile claims a speed-up." if result.claims_speedup else

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -38,6 +39,8 @@ PATIENCE_SECONDS = 3600.0
 """Seconds for which a search waits for a store that does not answer, before it fails."""
 STREAK_SECONDS = 600.0
 """Seconds of a search after which another outage counts as a new one."""
+MOST_LINES = 20
+"""Lines that a job keeps of its progress."""
 LEAST_SECONDS = 1.0
 """Seconds between two notes of mere steps, which may be many a second."""
 EXIT_TAKEN_FOR_DEAD = EXIT_IN_A_SEARCH = 75
@@ -154,7 +157,7 @@ class SearchWorker:
                 since = now if now - began > STREAK_SECONDS else min(since, now)
                 if now - since > PATIENCE_SECONDS or self._jobs.is_cancelled(job):
                     raise
-                self._jobs.note_progress(job, JobProgress(message=f"waits: {first_line(outage)}"))
+                self._jobs.note_progress(job, JobProgress(lines=[f"waits: {first_line(outage)}"]))
             self._stopped.wait(self.settings.beat)
 
     def _tell(self, job: str | None) -> None:
@@ -182,13 +185,19 @@ class StoredProgress(Progress):
         best_draft = None if best is None else best.candidate.describe()
         best_speedup = None if best is None else best.speedup
         done = self._now.done + 1
-        self._note(done=done, trials=self._now.trials + 1, best_speedup=best_speedup, best_draft=best_draft)
-
-    def show(self, text: str) -> None:
-        self._now = self._now.model_copy(update={"message": text})
+        self._note(
+            done=done,
+            trials=self._now.trials + 1,
+            best_speedup=best_speedup,
+            best_draft=best_draft,
+            lines=self._said(record.describe()),
+        )
 
     def say(self, line: str) -> None:
-        self._note(message=line)
+        self._note(lines=self._said(line))
+
+    def _said(self, line: str) -> list[str]:
+        return [*self._now.lines, f"{datetime.now():%H:%M:%S} {line}"][-MOST_LINES:]
 
     def _note(self, **changes: object) -> None:
         self._now = self._now.model_copy(update=changes)

@@ -110,15 +110,15 @@ def test_llama_cpp_keeps_lookup_threshold_and_bits() -> None:
     assert "spec-ngram-simple-size-n = 3\n" in files["preset.ini"]
     assert "spec-draft-p-min = 0.2\n" in files["preset.ini"]
     assert "--model-draft /exports/one/draft-Q8_0.gguf" in files["launch.sh"]
-    assert "llama-quantize /exports/one/draft.gguf /exports/one/draft-Q8_0.gguf Q8_0" in files["convert.sh"]
+    assert "--outtype q8_0 /exports/one/draft --outfile /exports/one/draft-Q8_0.gguf" in files["convert.sh"]
 
 
 def test_llama_cpp_quantises_the_whole_model_as_its_own_draft() -> None:
-    plan = _plan(shape=DraftShape(tuple(range(6)), has_head=False, num_target_layers=6), bits=8)
+    plan = _plan(shape=DraftShape(tuple(range(6)), has_head=False, num_target_layers=6), bits=4)
     assert not plan.needs_draft_folder
     convert = load_engine("llama.cpp").files(plan)["convert.sh"]
     assert convert.count("convert_hf_to_gguf") == 1
-    assert "llama-quantize /exports/one/target.gguf /exports/one/draft-Q8_0.gguf Q8_0" in convert
+    assert "llama-quantize /exports/one/target.gguf /exports/one/draft-Q4_0.gguf Q4_0" in convert
 
 
 def test_transformers() -> None:

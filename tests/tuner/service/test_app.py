@@ -167,7 +167,7 @@ def test_the_list_shows_the_verdict_of_a_finished_search_and_the_best_trial_of_a
 
 def test_what_a_page_shows_is_escaped(client: TestClient, jobs: Jobs, folder: Path) -> None:
     job = client.post("/v1/searches", json=_body(folder, seed=5)).json()["id"]
-    jobs.note_progress(job, JobProgress(message="<script>alert(1)</script>"))
+    jobs.note_progress(job, JobProgress(lines=["<script>alert(1)</script>"]))
     assert "<script>" not in client.get(f"/searches/{job}").text
 
 

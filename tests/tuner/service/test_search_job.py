@@ -104,7 +104,7 @@ class Troubled:
 
     def __call__(self, job: str, config: Mapping[str, Any], settings: WorkerSettings, jobs: Jobs) -> JobResult:
         self.num_run += 1
-        self.messages.append(jobs.find(job).progress.message)
+        self.messages += jobs.find(job).progress.lines
         if self._failures:
             raise self._failures.pop(0)
         return JobResult(profile="", claims_speedup=False, rows=[], report="", mlflow_run="run")
@@ -118,7 +118,7 @@ def test_a_search_waits_for_a_store_that_is_away(tmp_path: Path, jobs: Jobs) -> 
         until(lambda: jobs.find("0123456789abcdef").state.is_over)
         (found,) = jobs.latest()
         assert (found.state, found.error) == (JobState.FAILED, "another search")
-        assert trouble.messages == ["", *["waits: the store is away"] * 2]
+        assert trouble.messages == ["waits: the store is away"] * 2
         watched = command("watch", "0123456789abcdef")
         assert watched.exit_code == 2
         assert "the search 0123456789abcdef is failed: another search" in watched.output

@@ -9,7 +9,7 @@ from tuner.export.engines import gguf_converter
 from tuner.export.engines.contract import Engine, command, script
 from tuner.export.plan import Plan
 
-CONVERTER = "gguf_converter.py"
+CONVERT, CONVERTER, TARGET = "convert.sh", "gguf_converter.py", "target.gguf"
 OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 QUANTISED = {8: "Q8_0", 4: "Q4_0"}
 """llama.cpp's types nearest to our quantised weights: also one scale per group and symmetric, but rounded otherwise."""
@@ -46,7 +46,7 @@ class LlamaCpp(Engine):
         launch = command("exec llama-server", *flags, '"$@"')
         preset = ["[sdtune]", *(f"{name} = {value}" for name, value in settings.items())]
         return {
-            "convert.sh": script(*_conversions(plan)),
+            CONVERT: script(*_conversions(plan)),
             CONVERTER: Path(gguf_converter.__file__).read_text(encoding="utf-8"),
             "launch.sh": script(launch),
             "preset.ini": "\n".join(preset) + "\n",
@@ -54,7 +54,7 @@ class LlamaCpp(Engine):
 
     def settings(self, plan: Plan) -> dict[str, str]:
         """Return the long flags of `llama-server`, without dashes, and their values."""
-        lookup, settings = plan.lookup, {"model": f"{plan.out}/target.gguf"}
+        lookup, settings = plan.lookup, {"model": f"{plan.out}/{TARGET}"}
         kinds = [*(["ngram-simple"] if lookup else []), *(["draft-simple"] if plan.shape else [])]
         if plan.shape is not None:
             settings["model-draft"] = _draft_file(plan)
@@ -76,13 +76,23 @@ def _draft_file(plan: Plan) -> str:
 
 
 def _conversions(plan: Plan) -> list[str]:
-    """Return the commands that make the GGUF files; `LLAMA_CPP` names llama.cpp's sources, which hold the converter."""
-    convert = f'python {CONVERTER} "$LLAMA_CPP/convert_hf_to_gguf.py" --outtype {OUTTYPES[plan.dtype]}'
-    whole = f"{plan.out}/target.gguf"
-    commands = [f"{convert} {quote(plan.model)} --outfile {quote(whole)}"]
-    if plan.needs_draft_folder:
+    """Return the commands that make the GGUF files; `LLAMA_CPP` names llama.cpp's sources, which hold the converter.
+
+    A target that is there is kept. The converter itself writes the draft in Q8_0; for other types it is quantised afterwards.
+    """
+    converter = f'python {CONVERTER} "$LLAMA_CPP/convert_hf_to_gguf.py"'
+
+    def convert(model: str, outtype: str, file: str) -> str:
+        return f"{converter} --outtype {outtype} {quote(model)} --outfile {quote(file)}"
+
+    whole, dtype = f"{plan.out}/{TARGET}", OUTTYPES[plan.dtype]
+    commands = [f"[ -e {quote(whole)} ] || {convert(plan.model, dtype, whole)}"]
+    model = str(plan.draft) if plan.needs_draft_folder else plan.model
+    if plan.bits == 8:
+        commands.append(convert(model, "q8_0", _draft_file(plan)))
+    elif plan.needs_draft_folder:
         whole = f"{plan.out}/draft.gguf"
-        commands.append(f"{convert} {quote(str(plan.draft))} --outfile {quote(whole)}")
-    if plan.bits is not None:
+        commands.append(convert(model, dtype, whole))
+    if plan.bits == 4:
         commands.append(f"llama-quantize {quote(whole)} {quote(_draft_file(plan))} {QUANTISED[plan.bits]}")
     return commands
