@@ -18,7 +18,6 @@ from tuner.engines.server import Client, served
 from tuner.errors import ConfigError
 from tuner.export.run import export
 from tuner.export.settings import ExportSettings
-from tuner.fields import PromptSettings
 from tuner.measuring.contender import PROFILE
 from tuner.results import public_name
 
@@ -110,11 +109,6 @@ def engine_task(config: BenchConfig, progress: Progress) -> Iterator[EngineTask]
         model=config.model,
         dtype=config.dtype,
         device=config.device,
-        prompts=config.dataset,
-        tuning_prompts=config.tuning_prompts,
-        held_out_prompts=config.held_out_prompts,
-        seed=config.seed,
-        **{name: getattr(config, name) for name in PromptSettings.model_fields},
     )
     plan = export(settings, progress, loaded=task.loaded).plan
     assert plan is not None, "an engine's export has a plan"

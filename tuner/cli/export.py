@@ -23,9 +23,6 @@ FLAGS = (
     "model",
     "device",
     "threads",
-    "prompts",
-    "prompt_column",
-    "group_column",
     "copy_weights",
     "overwrite",
 )
@@ -56,14 +53,13 @@ def export(**flags: Any) -> None:
     --copy-weights.
 
     LOSSES.md says what survives, what is lost (most engines draft a fixed number of tokens) and which memory the draft adds.
-    The speed-up of the profile does not transfer: measure it in the engine. prompts.jsonl holds the held-out prompts for
-    `vllm bench serve --dataset-name custom` and GuideLLM, if the dataset is found; give the columns of the search.
+    The speed-up of the profile does not transfer: measure it in the engine. `sdtune bench --engine` does.
 
     \b
     Examples:
       sdtune export profile.yaml --to folder --out llama-tuned
       sdtune export profile.yaml --to vllm --out llama-vllm
-      sdtune export profile.yaml --to llama.cpp --out llama-cpp --prompts prompts.jsonl --group-column file
+      sdtune export profile.yaml --to llama.cpp --out llama-cpp
       sdtune export profile.yaml --to vllm --out llama-vllm --schedule bench/schedule.json
       sdtune export profile.yaml --to hf --out llama-hf --drop bits
     """

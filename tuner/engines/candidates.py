@@ -177,7 +177,7 @@ class CandidateExports:
                 (plan.out / name).symlink_to(self.plain.out / name)
         if plan.needs_draft_folder:
             source = Source(plan.profile, self._heads, self._loaded, Path(plan.model))
-            write_draft(plan, self.rules.engine, source, plan.profile.draft, None, plan.out, Progress())
+            write_draft(plan, self.rules.engine, source, plan.profile.draft, plan.out, Progress())
         self.remarks += [
             each for each in self._program.prepare(plan, plan.out / "convert.log") if each not in self.remarks
         ]

@@ -99,37 +99,27 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 @torch.inference_mode()
-def check_draft(
-    target: Target, shape: DraftShape, head: ExitHead | None, folder: Path, texts: Sequence[Sequence[int]]
-) -> tuple[int, float]:
-    """Return the positions that were compared, and the bytes of keys and values that the draft keeps per position.
+def check_draft(target: Target, shape: DraftShape, head: ExitHead | None, folder: Path, text: Sequence[int]) -> float:
+    """Compare the folder with the draft at every position of a text, in token ids.
 
-    Compares the folder with the draft at every position of the `texts`, token ids of real prompts.
+    Return the bytes of keys and values that the draft keeps per position.
 
     The reference is the target's own modules without the blocks that the draft skips, run by transformers, so that a difference
     is one of weights or configuration and not of rounding. The view that decodes in production must agree with it too, up to
     rounding. Raises `ExportError` with the largest difference of the logits unless it is 0.
     """
     reloaded = _load(folder, target)
-    cached, positions, most = 0, 0, 0.0
-    own = _own_draft(target, shape, head)
-    for text in texts:
-        token_ids = torch.tensor([list(text)], device=target.device)
-        expected = own(input_ids=token_ids, use_cache=False).logits[0]
-        output = reloaded(input_ids=token_ids, use_cache=False)
-        most = max(most, _difference(output.logits[0], expected))
-        if not agree(expected[-1:], _deployed_logits(target, shape, head, token_ids)):
-            raise ExportError(
-                "the draft as decoded here and its blocks run by transformers differ by more than rounding"
-            )
-        positions += token_ids.shape[1]
-        cached = _cache_bytes(reloaded, token_ids)
+    token_ids = torch.tensor([list(text)], device=target.device)
+    expected = _own_draft(target, shape, head)(input_ids=token_ids, use_cache=False).logits[0]
+    most = _difference(reloaded(input_ids=token_ids, use_cache=False).logits[0], expected)
+    if not agree(expected[-1:], _deployed_logits(target, shape, head, token_ids)):
+        raise ExportError("the draft as decoded here and its blocks run by transformers differ by more than rounding")
     if most != 0.0:
         raise ExportError(
             f"the exported draft is not the profile's: reloaded from disk, its logits differ by up to {most:.3g} (0 is required); "
             "nothing was written"
         )
-    return positions, cached / len(texts[-1])
+    return _cache_bytes(reloaded, token_ids) / len(text)
 
 
 def _load(folder: Path, target: Target) -> PreTrainedModel:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from transformers.utils import cached_file
 
@@ -18,7 +18,6 @@ from decoding.head_folder import HeadFolder
 from decoding.profile import DraftProfile
 from decoding.target import ExitHead, Target
 from tuner.errors import ExportError
-from tuner.export.bench_prompts import FILE, BenchPrompts, bench_prompts
 from tuner.export.checkpoint import check_draft, copy_tokenizer, write_checkpoint
 from tuner.export.engines.registry import load_engine
 from tuner.export.folder import check_out, new_folder, write_model_folder
@@ -37,11 +36,11 @@ if TYPE_CHECKING:
 
 PROFILE, README = "profile.yaml", "README.md"
 GENERATION_CONFIG = "generation_config.json"
-GATE_TEXTS, GATE_TOKENS = 2, 48
+GATE_TOKENS = 48
 USUAL_TEXT = (
     "def add(left, right):\n    return left + right\n\nThe quick brown fox jumps over the lazy dog, and then it sleeps."
 )
-"""Text of the gate where no prompts are at hand."""
+"""On which the exported draft is compared with the profile's: any text shows other weights."""
 EXECUTABLE = 0o755
 
 
@@ -71,21 +70,15 @@ def export(settings: ExportSettings, progress: Progress, *, loaded: Loaded | Non
     """
     check_out(settings.out, overwrite=settings.overwrite)
     source = _open(settings, progress, loaded)
-    prompts = bench_prompts(
-        settings, source.profile.measured.dataset if source.profile.measured else None, source.loaded
-    )
     write = _write_folder if settings.to == FOLDER else _write_for_engine
     with new_folder(settings.out.absolute()) as building:
-        plan = write(settings, source, prompts, building, progress)
-        _write_prompts(prompts, source.loaded.tokenizer, building, progress)
+        plan = write(settings, source, building, progress)
         source.profile.save(building / PROFILE)
         files = tuple(sorted(path.name for path in building.iterdir()))
     return Exported(settings.out, files, plan)
 
 
-def _write_folder(
-    settings: ExportSettings, source: Source, prompts: BenchPrompts | None, building: Path, progress: Progress
-) -> None:
+def _write_folder(settings: ExportSettings, source: Source, building: Path, progress: Progress) -> None:
     """Write a model folder that decodes with the profile; raise `ExportError` for settings that change a draft."""
     if settings.drop or settings.draft_tokens is not None or settings.schedule is not None:
         raise ExportError(
@@ -95,16 +88,14 @@ def _write_folder(
     write_model_folder(source.profile, source.folder, source.model_folder, building, copy_weights=settings.copy_weights)
 
 
-def _write_for_engine(
-    settings: ExportSettings, source: Source, prompts: BenchPrompts | None, building: Path, progress: Progress
-) -> Plan:
+def _write_for_engine(settings: ExportSettings, source: Source, building: Path, progress: Progress) -> Plan:
     """Write draft, settings and losses for an engine, and return its plan; raise `ExportError` for what it cannot express."""
     if settings.copy_weights:
         raise ExportError("--copy-weights is for --to folder: an engine reads the model's own folder")
     engine = load_engine(settings.to)
     draft = reduced(source.profile.draft, settings.drop, keeps_bits=engine.quantises)
     plan = _plan(settings, source, engine, draft)
-    cost = write_draft(plan, engine, source, draft, prompts, building, progress) if plan.needs_draft_folder else None
+    cost = write_draft(plan, engine, source, draft, building, progress) if plan.needs_draft_folder else None
     _write_settings(plan, engine, building, losses_text(plan, engine, cost, settings.drop))
     return plan
 
@@ -153,7 +144,6 @@ def write_draft(
     engine: Engine,
     source: Source,
     draft: DraftDocument,
-    prompts: BenchPrompts | None,
     building: Path,
     progress: Progress,
 ) -> DraftCost:
@@ -172,20 +162,13 @@ def write_draft(
         values = json.loads(generation.read_text(encoding="utf-8")) if generation.exists() else {}
         generation.write_text(json.dumps(values | added, indent=2) + "\n", encoding="utf-8")
     progress.stage("comparing its logits")
-    positions, cache_bytes = check_draft(
-        target, plan.shape, head, folder, _gate_texts(prompts, source.loaded.tokenizer)
-    )
+    text = source.loaded.tokenizer(USUAL_TEXT)["input_ids"][:GATE_TOKENS]
+    cache_bytes = check_draft(target, plan.shape, head, folder, text)
     progress.say(
-        f"draft: {plan.shape.describe()}, {num_bytes / MEBIBYTE:.1f} MiB; logits equal at {positions} positions "
+        f"draft: {plan.shape.describe()}, {num_bytes / MEBIBYTE:.1f} MiB; logits equal at {len(text)} positions "
         "(max difference 0)"
     )
-    return DraftCost(num_bytes, cache_bytes, positions)
-
-
-def _gate_texts(prompts: BenchPrompts | None, tokenizer: Any) -> list[Sequence[int]]:
-    if prompts is None:
-        return [tokenizer(USUAL_TEXT)["input_ids"][:GATE_TOKENS]]
-    return [prompt.token_ids[:GATE_TOKENS] for prompt in prompts.prompts[:GATE_TEXTS]]
+    return DraftCost(num_bytes, cache_bytes, len(text))
 
 
 def _write_settings(plan: Plan, engine: Engine, building: Path, losses: str) -> None:
@@ -217,16 +200,3 @@ def _readme(plan: Plan, engine: Engine, files: Mapping[str, str]) -> Iterator[st
     if "example.py" in files:
         yield "* `python example.py` continues a text with the draft."
     yield f"* {LOSSES} says what of the profile survives here. The folder may be moved.\n"
-
-
-def _write_prompts(prompts: BenchPrompts | None, tokenizer: Any, building: Path, progress: Progress) -> None:
-    if prompts is None:
-        progress.say(
-            f"no {FILE}: the search's prompts were not found again; --prompts DATASET, with the columns of the search, writes it"
-        )
-        return
-    lines = list(prompts.lines(tokenizer))
-    (building / FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    missing = len(prompts.prompts) - len(lines)
-    left_out = f"; {missing} left out, whose token ids no text gives" if missing else ""
-    progress.say(f"{FILE}: {len(lines)} prompts, {prompts.note}{left_out}")

@@ -12,11 +12,8 @@ from tuner.export.shape import Droppable
 from tuner.fields import (
     ENGINE,
     OUTPUTS,
-    PROBLEM,
     Device,
     ProfileSettings,
-    PromptSettings,
-    Seed,
 )
 
 FOLDER = "folder"
@@ -30,7 +27,7 @@ else:
     Drop = Literal[tuple(each.value for each in Droppable)]
 
 
-class ExportSettings(PromptSettings, ProfileSettings):
+class ExportSettings(ProfileSettings):
     """Settings of an export; None means the profile's value."""
 
     to: Destination = Field(description="Where the profile is to run.", json_schema_extra=ENGINE)
@@ -51,18 +48,6 @@ class ExportSettings(PromptSettings, ProfileSettings):
         (), description="Export without this property of the draft; may be repeated.", json_schema_extra=ENGINE
     )
     device: Device = "cpu"
-    prompts: str | None = Field(
-        None,
-        description="Dataset whose held-out prompts become a benchmark file; default: the search's, if it is found again.",
-        json_schema_extra={**PROBLEM, "metavar": "DATASET"},
-    )
-    tuning_prompts: int | None = Field(
-        None, ge=1, description="As in the search; default: the profile's.", json_schema_extra=PROBLEM
-    )
-    held_out_prompts: int | None = Field(
-        None, ge=2, description="As in the search; default: the profile's.", json_schema_extra=PROBLEM
-    )
-    seed: Seed = 0
     copy_weights: bool = Field(
         False,
         description="Copy the model's weights into a `folder`; default: links to them.",

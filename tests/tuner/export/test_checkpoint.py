@@ -30,8 +30,7 @@ def test_a_draft_folder_computes_the_drafts_logits_bit_for_bit(family: str, shap
     target = target_of(family)
     head = untrained_head(target) if shape.has_head else None
     num_bytes = write_checkpoint(target, shape, head, tmp_path / "draft")
-    positions, cache_bytes_per_token = check_draft(target, shape, head, tmp_path / "draft", [some_tokens(12)])
-    assert positions == 12
+    cache_bytes_per_token = check_draft(target, shape, head, tmp_path / "draft", some_tokens(12))
     assert cache_bytes_per_token > 0
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
     assert loaded.config.get_text_config().num_hidden_layers == 3
@@ -42,7 +41,7 @@ def test_a_model_loaded_in_inference_mode_is_written_too(tmp_path: Path) -> None
     with torch.inference_mode():
         target = Target(build("llama"))
     write_checkpoint(target, SKIP, None, tmp_path)
-    check_draft(target, SKIP, None, tmp_path, [some_tokens(12)])
+    check_draft(target, SKIP, None, tmp_path, some_tokens(12))
 
 
 def test_the_gate_refuses_a_folder_with_another_weight(tmp_path: Path) -> None:
@@ -52,7 +51,7 @@ def test_the_gate_refuses_a_folder_with_another_weight(tmp_path: Path) -> None:
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] += 0.5
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ExportError, match=r"differ by up to \d.*0 is required"):
-        check_draft(target, SKIP, None, tmp_path, [some_tokens(12)])
+        check_draft(target, SKIP, None, tmp_path, some_tokens(12))
 
 
 def test_the_gate_refuses_a_head_written_as_another_block(tmp_path: Path) -> None:
@@ -60,7 +59,7 @@ def test_the_gate_refuses_a_head_written_as_another_block(tmp_path: Path) -> Non
     head = untrained_head(target)
     write_checkpoint(target, HEAD, new_exit_head(target), tmp_path)
     with pytest.raises(ExportError, match="differ by up to"):
-        check_draft(target, HEAD, head, tmp_path, [some_tokens(12)])
+        check_draft(target, HEAD, head, tmp_path, some_tokens(12))
 
 
 @pytest.mark.parametrize("family", PER_LAYER_EMBEDDINGS)
@@ -81,7 +80,7 @@ def test_tied_weights_are_written_once_and_the_target_keeps_its_own(tmp_path: Pa
     before = target.model.state_dict()["model.layers.4.mlp.up_proj.weight"].clone()
     write_checkpoint(target, SKIP, None, tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    check_draft(target, SKIP, None, tmp_path, [[1, 5, 9, 3]])
+    check_draft(target, SKIP, None, tmp_path, [1, 5, 9, 3])
     assert target.model.config.num_hidden_layers == 5
     assert torch.equal(target.model.state_dict()["model.layers.4.mlp.up_proj.weight"], before)
 

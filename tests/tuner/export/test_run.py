@@ -22,7 +22,6 @@ from tests.support.engine_stub import write_llama_cpp
 from tests.support.heads import write_heads
 from tests.support.profiles import save_profile
 from tests.support.refusals import refused
-from tests.support.tiny import write_tiny_prompts
 from tuner.cli.main import main
 from tuner.export import run as export_run
 
@@ -34,7 +33,6 @@ SKIP = LayerSkip.blocks((2, 3, 4))
 def export(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Export:
     """Write a profile of a draft for the tiny checkpoint and export it into `out`."""
     monkeypatch.chdir(tmp_path)
-    write_tiny_prompts(Path("prompts.jsonl"))
 
     def run(draft: Draft, to: str, *flags: str) -> Result:
         save_profile(Path("profile.yaml"), checkpoint, draft)
@@ -47,8 +45,7 @@ def test_transformers_generates_plain_texts_with_the_exported_head(
     export: Export, target: Target, tmp_path: Path, checkpoint: Path
 ) -> None:
     draft = write_heads(target, tmp_path, [2])[2]
-    prompts = ("--prompts", "prompts.jsonl", "--set", "tuning_prompts=4", "--set", "held_out_prompts=4")
-    done = export(draft.having(lookup=Lookup()), "hf", *prompts)
+    done = export(draft.having(lookup=Lookup()), "hf")
     assert done.exit_code == 0, done.output
     assert "max difference 0" in done.stderr
     assistant = AutoModelForCausalLM.from_pretrained("out/draft")
@@ -57,9 +54,6 @@ def test_transformers_generates_plain_texts_with_the_exported_head(
     model, inputs = AutoModelForCausalLM.from_pretrained(checkpoint), torch.tensor([[5, 17, 33, 8]])
     plain = model.generate(inputs, max_new_tokens=12, do_sample=False)
     assert torch.equal(model.generate(inputs, max_new_tokens=12, do_sample=False, assistant_model=assistant), plain)
-    lines = [json.loads(line) for line in Path("out/prompts.jsonl").read_text().splitlines()]
-    assert len(lines) == 4
-    assert set(lines[0]) == {"prompt", "output_tokens"}
     assert (
         "lookup before the draft | prompt lookup (n-grams of 3 to 1, 10 tokens) | lost"
         in Path("out/LOSSES.md").read_text()

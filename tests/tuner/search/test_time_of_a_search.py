@@ -17,8 +17,6 @@ from tuner.bench.config import BenchConfig
 from tuner.bench.task import prepare_bench
 from tuner.config import SearchConfig
 from tuner.errors import SearchError
-from tuner.export.bench_prompts import bench_prompts
-from tuner.export.settings import ExportSettings
 from tuner.inputs.models import load
 from tuner.inputs.prompts import Prompt
 from tuner.measuring.paired import Bench
@@ -142,14 +140,6 @@ def test_bench_and_export_of_a_search_that_was_cut_use_prompts_that_it_never_saw
     assert bench.split == "held out by the search that made the profile"
     assert len(bench.measured) == 12
     assert tuned_on.isdisjoint(prompt.token_ids for prompt in bench.measured)
-    for settings in ({"prompts": str(prompts_file), **columns}, {"prompts": str(prompts_file)}, {}):
-        export = ExportSettings(profile=Path("profile.yaml"), to="hf", out=Path("out"), **settings)
-        profile = DraftProfile.load("profile.yaml")
-        assert profile.measured is not None
-        exported = bench_prompts(export, profile.measured.dataset, bench.loaded)
-        assert exported is not None
-        assert exported.note == "held out by the search that made the profile"
-        assert [each.token_ids for each in exported.prompts] == [each.token_ids for each in bench.measured]
 
 
 def test_the_last_study_has_a_trial_even_if_its_share_is_too_short_for_one(run_timed: RunTimed) -> None:
