@@ -14,6 +14,7 @@ from urllib.parse import quote
 import sqlalchemy as sa
 
 from decoding.errors import SdtuneError
+from tuner.errors import without_password
 
 TABLES = ("studies", "dbos_migrations")
 """Tables of which a storage of trials has one. The tuning service's database has those of DBOS before it has studies."""
@@ -22,6 +23,15 @@ PRIVATE = 0o600
 """Mode of a database: it holds texts."""
 CREATION_SECONDS = 1.0
 """Seconds in which another process that creates the tables of a new database gets to the first of ours."""
+
+
+def check_address(url: str, *, what: str, error: type[SdtuneError]) -> None:
+    """Raise `error` unless `url` is the address of a kind of database that searches and the service were run with."""
+    if re.match(r"(sqlite|postgresql)(\+\w+)?:", url) is None:
+        raise error(
+            f"{what}: {without_password(url)} is no address of a database: give sqlite:///FILE or "
+            "postgresql+psycopg://USER@HOST/NAME"
+        )
 
 
 def sqlite_path(url: str) -> Path | None:

@@ -103,6 +103,8 @@ def serve(**flags: Any) -> None:
     api_key = api_key_for(settings.host)
     hosts = host_names(settings.host, settings.allowed_host)
     refuse_busy_address(settings.host, settings.port)
+    if settings.chat_template is not None and not settings.chat_template.is_file():
+        raise ConfigError(f"chat_template: there is no file {settings.chat_template}")
     profile = DraftProfile.load(settings.profile)
     loaded = load_target(profile, settings)
     if settings.chat_template is not None:

@@ -139,12 +139,19 @@ def worker(
       sdtune worker --threads 8
       sdtune worker --device cuda:0 --queue NVIDIA-H100 --database postgresql+psycopg://sdtune@db/sdtune --folder /shared/searches
     """
+    from tuner.databases import check_address
+    from tuner.errors import StorageError
+    from tuner.inputs.models import resolve_device
+    from tuner.service.contract import SearchRequest
     from tuner.service.worker import SearchWorker, WorkerSettings
 
     use_threads(threads)
     engine = given(SearchConfig, flags)
     any_search = {"model": "-", "dataset": "-", "device": device}
     validate(SearchConfig, {**any_search, **engine}, source="command line", error=ConfigError)
+    validate(SearchRequest, {"config": {}, "queue": queue}, source="command line", error=ConfigError)
+    resolve_device(device)
+    check_address(database, what="--database", error=StorageError)
     made = SearchWorker(WorkerSettings(database, tracking_uri, folder, device, queue, name, engine))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: made.stop())

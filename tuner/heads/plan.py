@@ -132,6 +132,9 @@ def prepare(config: SearchConfig, progress: Progress) -> Distillation:
     check_folder_writable(config.heads, what="exit heads", error=DistillationError)
     size = size_of_checkpoint(config.model, revision=config.revision, dtype=config.dtype, device=config.device)
     refuse_too_large(size, free_bytes(config.device), config.model)
+    for exit_layer in config.distillation.exit_layers or ():
+        if not 0 < exit_layer < size.num_layers:
+            raise DistillationError(f"draft exits at layer {exit_layer}, but it must be 1 to {size.num_layers - 1}")
     rows = open_rows(config.dataset, config)
     progress.stage(f"loading {config.model}")
     loaded = load(config.model, revision=config.revision, dtype=config.dtype, device=config.device)

@@ -46,7 +46,7 @@ def _matching(rows: Any, column: str, values: Sequence[str], name: str) -> Any:
     """Return the rows of a `datasets.Dataset` whose value in `column`, as text, is one of `values`, in order."""
     if column not in rows.column_names:
         raise DatasetError(
-            f"the dataset {name} has no column {column!r} to choose rows by; its columns are {', '.join(rows.column_names)}"
+            f"the dataset {name} has no column {column!r} to choose rows by; {suggest(column, rows.column_names)}"
         )
     found = [str(value) for value in rows.with_format(None)[column]]
     for value in values:

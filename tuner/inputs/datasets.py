@@ -135,9 +135,7 @@ class Table:
     def require(self, column: str) -> None:
         """Raise `DatasetError` that lists the columns unless `column` is one of them."""
         if column not in self.columns:
-            raise DatasetError(
-                f"the dataset {self.name} has no column {column!r}; its columns are {', '.join(self.columns)}"
-            )
+            raise DatasetError(f"the dataset {self.name} has no column {column!r}; {suggest(column, self.columns)}")
 
     def row(self, index: int, columns: set[str]) -> dict[str, Any]:
         """Return the values of one row in `columns`. Values that JSON does not have become mappings."""

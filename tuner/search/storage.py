@@ -26,7 +26,7 @@ from optuna.trial import TrialState as OptunaState
 from decoding.errors import first_line, one_line
 from studies.contract import TrialRecord
 from studies.samplers.contract import BEGUN, RECORD, StudySampler
-from tuner.databases import TABLES, attempt, make_private, refuse_unusable_database, sqlite_path
+from tuner.databases import TABLES, attempt, check_address, make_private, refuse_unusable_database, sqlite_path
 from tuner.errors import StorageError, StorageOutageError, without_password
 
 FAILURES = (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError)
@@ -65,7 +65,7 @@ class StudyStore:
         self._read: dict[str, StoredStudy] = {}
         """By study name: every study whose records have been asked for."""
         self._opened: list[str] = []
-        refuse_unusable_database(url, what="the storage", tables=TABLES, error=StorageError)
+        _check(url)
         self._made = [path for path in [sqlite_path(url)] if path is not None and not path.exists()]
         make_private(url)
         try:
@@ -411,9 +411,15 @@ def sqlite_url(path: Path) -> str:
     return f"sqlite:///{path}"
 
 
+def _check(url: str) -> None:
+    check_address(url, what="the storage", error=StorageError)
+    refuse_unusable_database(url, what="the storage", tables=TABLES, error=StorageError)
+
+
 @contextmanager
 def existing_store(url: str, experiment: str) -> Iterator[StudyStore | None]:
     """Open the store of a search to look into it, or yield None where no file is; creates none. Raises `StorageError`."""
+    _check(url)
     path = sqlite_path(url)
     if path is not None and not path.exists():
         yield None

@@ -11,7 +11,7 @@ from dbos import DBOS, DBOSClient, DBOSPortableJSONSerializer, WorkflowStatus
 from dbos._error import DBOSWorkflowIDInUseError
 
 from decoding.errors import first_line
-from tuner.databases import attempt, make_private
+from tuner.databases import attempt, check_address, make_private
 from tuner.errors import StorageError
 from tuner.service.contract import (
     JobProgress,
@@ -50,6 +50,7 @@ class Jobs:
 
     def __init__(self, database: str, *, is_patient: bool = True) -> None:
         self.database = database
+        check_address(database, what="the database of the service", error=StorageError)
         make_private(database)
         try:
             attempt(lambda: DBOS.migrate(database))

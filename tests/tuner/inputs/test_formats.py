@@ -217,7 +217,7 @@ class TestTemplates:
     @pytest.mark.parametrize(
         ("written", "told"),
         [
-            ("Q: {question}", "no column 'question'; its columns are prompt, n"),
+            ("Q: {question}", "no column 'question'; valid: n, prompt"),
             ("Q: {prompt", "template: expected '}' before end of string; write {{ and }} for braces"),
             ("Q: prompt", "names no column"),
             ("{prompt!r}", "takes no format and no conversion"),

@@ -317,7 +317,9 @@ class TestColumns:
 
     def test_named_wrongly(self, tmp_path: Path, tokenizer: Any) -> None:
         path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": ["a"], "pair": {"de": "x"}, "id": 1}])
-        assert "no column 'promt'; its columns are prompt, pair, id" in refusal(path, tokenizer, prompt_column="promt")
+        assert "no column 'promt'; did you mean 'prompt'? valid: id, pair, prompt" in refusal(
+            path, tokenizer, prompt_column="promt"
+        )
         assert "row 0" in (message := refusal(path, tokenizer))
         assert "such as prompt[0]" in message
         assert "no element [en]" in refusal(path, tokenizer, prompt_column="pair[en]")
@@ -391,7 +393,7 @@ class TestCategories:
         path = write_jsonl(tmp_path / "a.jsonl", rows)
         prompts = load(path, tokenizer, category_column="level")
         assert [prompt.category for prompt in prompts.tuning] == [str(prompt.row % 2) for prompt in prompts.tuning]
-        assert "no column 'levl'; its columns are prompt, category, level" in refusal(
+        assert "no column 'levl'; did you mean 'level'? valid: category, level, prompt" in refusal(
             path, tokenizer, category_column="levl"
         )
 

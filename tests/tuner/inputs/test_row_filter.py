@@ -36,7 +36,7 @@ def test_a_file_may_have_such_a_name(questions: Path) -> None:
 @pytest.mark.parametrize(
     ("end", "message"),
     [
-        ("#kind=math", "no column 'kind' to choose rows by; its columns are prompt, task"),
+        ("#kind=math", "no column 'kind' to choose rows by; valid: prompt, task"),
         ("#task=maths", "has 'maths' in its column 'task'; values: 'math', 'qa', 'rag'"),
     ],
 )
