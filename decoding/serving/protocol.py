@@ -93,8 +93,8 @@ def _only(*supported: Any) -> BeforeValidator:
             shown = [
                 each for index, each in enumerate(supported) if each not in supported[:index]
             ]  # 0 once, not 0.0 too
-            values = " and ".join(map(json.dumps, shown))
-            raise PydanticCustomError("invalid_value", "only {values} are supported", {"values": values})
+            values = " and ".join(map(json.dumps, shown)) + (" are" if len(shown) > 1 else " is")
+            raise PydanticCustomError("unsupported_value", "only {values} supported", {"values": values})
         return given
 
     return BeforeValidator(check)
@@ -113,6 +113,7 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Penalty = Annotated[Any, _only(None, 0, 0.0)]
 Off = Annotated[Any, _only(None, False, 0)]
 One = Annotated[Any, _only(None, 1)]
+Nothing = Annotated[Any, _only(None)]
 
 
 class Body(BaseModel):
@@ -132,6 +133,7 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool = False
+    include_obfuscation: Off = None
     continuous_usage_stats: bool = Field(False, description="Not in OpenAI's API: each chunk has the usage so far.")
 
 
@@ -166,6 +168,9 @@ class GenerationBody(Body):
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
     @field_validator("stream_options")
     @classmethod
@@ -250,6 +255,12 @@ class Message(Body):
         _forms(_form_of_texts),
     ]
     name: str | None = None
+    # An answer that a client sends back has these.
+    refusal: Nothing = None
+    annotations: Annotated[Any, _only(None, [])] = None
+    audio: Nothing = None
+    tool_calls: Annotated[Any, _only(None, [])] = None
+    function_call: Nothing = None
 
     @property
     def text(self) -> str:
@@ -264,7 +275,16 @@ class ChatBody(GenerationBody):
     logprobs: Off = None
     top_logprobs: Off = None
     tools: Annotated[Any, _only(None, [])] = None
-    tool_choice: Literal["none"] | None = None
+    tool_choice: Annotated[Any, _only(None, "none")] = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[Any, _only(None, [])] = None
+    function_call: Annotated[Any, _only(None, "none")] = None
+    modalities: Annotated[Any, _only(None, ["text"])] = None
+    audio: Nothing = None
+    prediction: Nothing = None
+    reasoning_effort: Nothing = None
+    verbosity: Nothing = None
+    web_search_options: Nothing = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Annotated[Any, AfterValidator(_scalar)]] | None = None
 
@@ -307,6 +327,9 @@ def refusal(error: Mapping[str, Any]) -> tuple[str, str | None, str | None]:
     if kind == "literal_error":
         message = f"Invalid value for {what}: {_shown(given)}. Supported values are: {context['expected']}."
         return message, name, "invalid_value"
+    if kind == "unsupported_value":
+        message = f"Unsupported value: {what} does not support {_shown(given)} with this model: {error['msg']}."
+        return message, name, kind
     said = str(error["msg"]).removeprefix("Value error, ")
     return (f"Invalid {what}: {said}; got {_shown(given)}.", name, kind if kind.startswith("invalid") else None)
 

@@ -215,11 +215,16 @@ WRONG_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 3.0}, "type for 'max_tokens': expected an integer, but got a decimal"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": "0"}, "type for 'temperature': expected a decimal, but got a string"),
-    ({"n": 2}, "'n': only null and 1 are supported; got 2"),
-    ({"n": True}, "'n': only null and 1 are supported; got true"),
-    ({"best_of": True}, "'best_of': only null and 1"),
-    ({"logprobs": 3}, "logprobs"),
-    ({"presence_penalty": 0.5}, "'presence_penalty': only null and 0 are supported; got 0.5"),
+    ({"n": 2}, "Unsupported value: 'n' does not support 2 with this model: only null and 1 are supported."),
+    ({"n": True}, "'n' does not support true"),
+    ({"best_of": True}, "'best_of' does not support true"),
+    ({"logprobs": 3}, "'logprobs' does not support 3"),
+    (
+        {"presence_penalty": 0.5},
+        "'presence_penalty' does not support 0.5 with this model: only null and 0 are supported",
+    ),
+    ({"echo": True}, "'echo' does not support true"),
+    ({"suffix": "x"}, "'suffix': 'x'"),
     ({"repetition_penalty": 1e-300}, "Expected a value >= 0.01, but got 1e-300"),
     ({"seed": 10**3000}, "'seed': integer above maximum value"),
     ({"stop": [""]}, "'stop[0]': string too short"),
@@ -247,7 +252,26 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
         "'messages[0].content[0].type': 'image_url'. Supported values are: 'text'",
     ),
     ({"messages": [{"role": "system", "content": "x"}]}, "chat template does not take it: no system"),
-    ({"messages": [MESSAGE], "tools": [{}]}, "tools"),
+    *(
+        ({"messages": [MESSAGE], name: value}, f"Unsupported value: '{name}' does not support")
+        for name, value in {
+            "audio": {"voice": "a"},
+            "frequency_penalty": 0.5,
+            "function_call": "auto",
+            "functions": [{}],
+            "logit_bias": {"5": 1},
+            "logprobs": True,
+            "modalities": ["audio"],
+            "prediction": {"type": "content", "content": "x"},
+            "reasoning_effort": "low",
+            "tool_choice": "auto",
+            "tools": [{}],
+            "top_logprobs": 2,
+            "verbosity": "low",
+            "web_search_options": {},
+        }.items()
+    ),
+    ({"messages": [MESSAGE], "response_format": {"type": "json_object"}}, "Supported values are: 'text'"),
     ({"messages": [MESSAGE], "chat_template_kwargs": {"chat_template": "x"}}, "cannot set"),
 ]
 
@@ -340,8 +364,11 @@ def test_openais_own_client_gets_all_that_is_offered(client: TestClient, service
     assert stopped.choices[0].finish_reason == "stop"
     sampled = [api.completions.create(**{**asked, "temperature": 1}, seed=7).choices[0].text for _ in range(2)]
     assert sampled[0] == sampled[1]
-    chat = api.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "w1 w2"}], max_tokens=4)
-    assert chat.choices[0].message.role == "assistant"
+    said: list[Any] = [{"role": "user", "content": "w1 w2"}]
+    for _ in range(2):  # as a conversation goes on: with the answer as the client has it
+        chat = api.chat.completions.create(model="tiny", messages=said, max_tokens=4)
+        assert chat.choices[0].message.role == "assistant"
+        said += [chat.choices[0].message.model_dump(), {"role": "user", "content": "w3"}]
     with pytest.raises(openai.BadRequestError, match="only null and 1 are supported"):
         api.completions.create(**asked, n=2)
     with pytest.raises(openai.NotFoundError, match="other"):
