@@ -16,9 +16,10 @@ import yaml
 from decoding.drafts import EarlyExit, FeatureHeadDraft
 from studies.contract import TrialRecord
 from tuner.config import SearchConfig, load_config
+from tuner.errors import ConfigError
 from tuner.progress import Progress
 from tuner.results import public_name
-from tuner.search.task import Task, refuse_batches, token_ids
+from tuner.search.task import Task, token_ids
 
 
 class Printed(Progress):
@@ -76,7 +77,8 @@ def read_config(args: Namespace, **fixed: Any) -> SearchConfig:
     config = load_config(args.config, {**flags, **settings_of(args), **own, **fixed})
     if config.threads:
         torch.set_num_threads(config.threads)
-    refuse_batches(config, "this benchmark")
+    if config.batch_size > 1:
+        raise ConfigError("this benchmark decodes prompts one by one: leave out batch_size")
     return config
 
 

@@ -290,15 +290,6 @@ def read_artifact(tracking_uri: str, run_id: str, name: str) -> str | None:
             return Path(client.download_artifacts(run_id, name, folder)).read_text(encoding="utf-8")
 
 
-def replace_review(tracking_uri: str, run_id: str, note: str, texts: Mapping[str, str]) -> None:
-    """Replace the description of a finished search and some of its artifacts, by name; `TrackingError` if the store fails."""
-    with opened_store(tracking_uri) as mlflow:
-        client = mlflow.MlflowClient(tracking_uri=tracking_uri)
-        for name, text in texts.items():
-            client.log_text(run_id, text, name)
-        client.set_tag(run_id, NOTE_TAG, note)
-
-
 def page_address(tracking_uri: str, experiment_id: str, run_id: str) -> str:
     """Return the address of a run's page in the MLflow UI, without the password of the store.
 

@@ -118,7 +118,7 @@ def prepare_bench(config: BenchConfig, progress: Progress) -> BenchTask:
     decoder = deployed.decoder_for(loaded.model)
     facts = profile.measured.dataset if profile.measured else None
     max_new_tokens = config.max_new_tokens or (facts.max_new_tokens if facts else USUAL_NEW_TOKENS)
-    drawn = find_prompts(
+    found, origin = find_prompts(
         config.dataset,
         loaded.tokenizer,
         facts,
@@ -129,8 +129,7 @@ def prepare_bench(config: BenchConfig, progress: Progress) -> BenchTask:
         context_length=decoder.target.context_length,
         seed=config.seed,
     )
-    found = drawn.prompts
-    progress.say(f"prompts: {drawn.origin}")
+    progress.say(f"prompts: {origin}")
     for note in found.notes:
         progress.say(note)
     num_measured = config.prompts or len(found.held_out)
@@ -156,7 +155,7 @@ def prepare_bench(config: BenchConfig, progress: Progress) -> BenchTask:
         decoder,
         max_new_tokens,
         found.fingerprint,
-        drawn.origin,
+        origin,
         found.notes,
         choosing,
         measured,

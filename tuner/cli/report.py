@@ -27,16 +27,7 @@ if TYPE_CHECKING:
 @click.option(
     "--tracking-uri", envvar="MLFLOW_TRACKING_URI", default=DEFAULT_STORE, show_default=True, help="MLflow store."
 )
-@click.option(
-    "--bench",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="A bench.json of the profile, whose contenders then join verdict and tables.",
-)
-@click.option(
-    "--track", is_flag=True, help="Also replace report and description of the search's run in MLflow, with the bench."
-)
-def report(source: str, out: Path, tracking_uri: str, bench: Path | None, track: bool) -> None:
+def report(source: str, out: Path, tracking_uri: str) -> None:
     """Write the report of a finished search: one HTML file with its verdict, tables and interactive charts.
 
     SOURCE is the id of the search's run in MLflow, a profile that the search wrote, or a search.json from its artifacts. The file
@@ -45,7 +36,6 @@ def report(source: str, out: Path, tracking_uri: str, bench: Path | None, track:
     \b
     Examples:
       sdtune report profile.yaml
-      sdtune report profile.yaml --bench bench/bench.json --track
       sdtune report 0123456789abcdef0123456789abcdef --out llama-code.html
     """
     from tuner.output_paths import check_writable
@@ -54,21 +44,10 @@ def report(source: str, out: Path, tracking_uri: str, bench: Path | None, track:
     review = find_review(source, tracking_uri)
 
     from decoding.documents.atomic_write import write_atomically
-    from tuner.review.document import read_comparison
-    from tuner.review.markdown import search_note
     from tuner.review.page import report_page
     from tuner.review.verdict import verdict
-    from tuner.tracking import replace_review
 
-    if bench is not None:
-        comparison = read_comparison(bench, review.profile.name)
-        review = review.model_copy(update={"comparison": comparison})
-    page = report_page(review)
-    write_atomically(out, page.encode(), what="the report", error=ConfigError)
-    if track:
-        note = search_note(review, profile_path=str(review.settings["out"]))
-        texts = {"report.html": page, REVIEW_NAME: review.model_dump_json(by_alias=True)}
-        replace_review(tracking_uri, review.run_id, note, texts)
+    write_atomically(out, report_page(review).encode(), what="the report", error=ConfigError)
     print_facts(Console(), verdict=verdict(review).headline, report=out)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +17,6 @@ FEWEST = 2
 """Held-out prompts without which there is no interval."""
 
 
-@dataclass(frozen=True)
-class FoundPrompts:
-    """Prompts of a dataset, and whether the search that made the profile held them out."""
-
-    prompts: PromptSet
-    are_held_out: bool
-    origin: str
-    """Sentence that says so."""
-
-
 def find_prompts(
     source: str,
     tokenizer: Any,
@@ -39,8 +28,8 @@ def find_prompts(
     max_new_tokens: int,
     context_length: int | None,
     seed: int,
-) -> FoundPrompts:
-    """Return the prompts that the search of `facts` held out; others, and says so, if `source` has them no longer.
+) -> tuple[PromptSet, str]:
+    """Return the prompts that the search of `facts` held out, or others if `source` has them no longer, and a sentence that says so.
 
     They are known by their hashes. Profiles of earlier versions have none: there the dataset is split again, and the fingerprint of
     the split tells whether it is the same. `num_held_out` None means all of the search's; more than it had are another split.
@@ -62,18 +51,17 @@ def find_prompts(
             **limits,
         )
         if len(found.held_out) >= FEWEST:
-            return FoundPrompts(found, True, _held_out(len(found.held_out), len(wanted)))
+            return found, _held_out(len(found.held_out), len(wanted))
     found = load_prompts(source, tokenizer, num_tuning=tuning, num_held_out=held_out, seed=seed, **limits)
     if facts is None:
-        origin = "the profile does not record its prompts and may have been tuned on some of these"
-        return FoundPrompts(found, False, origin)
+        return found, "the profile does not record its prompts and may have been tuned on some of these"
     if facts.fingerprint == found.fingerprint:
-        return FoundPrompts(found, True, _held_out(len(found.held_out), len(found.held_out)))
+        return found, _held_out(len(found.held_out), len(found.held_out))
     origin = (
         f"not the prompts that the search of the profile kept apart (on {Path(facts.name).name}): on the same data, it may have "
         "been tuned on some of these; the columns and template of the search, and no more prompts than it had, give its own"
     )
-    return FoundPrompts(found, False, origin)
+    return found, origin
 
 
 def _held_out(found: int, wanted: int) -> str:

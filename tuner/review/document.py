@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
 from decoding.profile import DraftProfile, Interval, SearchCost
 from studies.contract import Candidate, TrialRecord
 from studies.measurement import Measurement
-from tuner.errors import ConfigError
-from tuner.measuring.contender import PLAIN
 from tuner.measuring.machine import MachineNoise
 from tuner.results import Provenance
 
@@ -126,39 +122,3 @@ class SearchResult(Document):
 def trial_name(record: TrialRecord) -> str:
     """Return study and number of a trial."""
     return f"{record.study}/{record.number}"
-
-
-def read_comparison(path: Path, name: str) -> StockComparison:
-    """Return the contenders of a bench of the profile named `name`, from the `bench.json` that `sdtune bench` writes.
-
-    Raises `ConfigError` for a file that is no bench, and for a bench of another profile.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        engine, profile = found.get("engine"), str(found["profile"])
-        comparison = _comparison(found) if engine is None else None
-    except OSError as cause:
-        raise ConfigError(f"cannot read {path}: {cause.strerror}") from None
-    except (AttributeError, ValueError, KeyError, TypeError, ValidationError):
-        raise ConfigError(f"{path} is no bench.json of this version: `sdtune bench` writes one") from None
-    if comparison is None:
-        raise ConfigError(f"{path} is a bench in {engine}: give one of `sdtune bench` without --engine")
-    if profile != name:
-        raise ConfigError(f"{path} is a bench of the profile {profile!r}, not of {name!r}")
-    return comparison
-
-
-def _comparison(found: dict[str, Any]) -> StockComparison:
-    same = StockContender.model_fields.keys() - {"end_to_end_over_plain"}
-    return StockComparison(
-        num_prompts=len(found["counted"]),
-        plain_tokens_per_second=found["contenders"][PLAIN]["tokens_per_second"],
-        contenders={
-            name: StockContender(
-                **{key: each[key] for key in same}, end_to_end_over_plain=each["end_to_end"]["over_plain"]
-            )
-            for name, each in found["contenders"].items()
-            if name != PLAIN
-        },
-        left_out=found["left_out"],
-    )

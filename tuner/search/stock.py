@@ -22,7 +22,7 @@ from tuner.review.document import GENERATE, PROMPT_LOOKUP, StockComparison, Stoc
 from tuner.search.budget import OutOfTimeError
 from tuner.search.task import Task
 
-LATER = "`sdtune bench`, then `sdtune report --bench bench/bench.json --track`, adds it"
+LATER = "`sdtune bench` compares"
 
 
 def compare_with_stock(

@@ -275,15 +275,6 @@ def _identity(config: SearchConfig, model: Fingerprint, prompts: PromptSet, targ
     }
 
 
-def refuse_batches(config: SearchConfig, command: str) -> None:
-    """Raise `ConfigError` if a configuration for batches is given to a command that decodes prompts one by one."""
-    if config.batch_size > 1:
-        raise ConfigError(
-            f"batch_size: {command} decodes prompts one by one, got {config.batch_size}: give it a configuration without "
-            "batch_size (sdtune search tunes for batches)"
-        )
-
-
 def choose_target(model: PreTrainedModel, config: SearchConfig, progress: Progress) -> Target:
     """Return the model with the configured runner, or with the fastest one, and report the choice and the preparation."""
     name, width = config.runner_on(model.device.type), config.bitwise_width

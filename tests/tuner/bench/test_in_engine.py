@@ -16,8 +16,6 @@ from tests.support.profiles import save_profile
 from tests.support.refusals import refused
 from tests.support.tiny import write_tiny_prompts
 from tuner.cli.main import main
-from tuner.errors import ConfigError
-from tuner.review.document import read_comparison
 
 Bench = Callable[..., Result]
 
@@ -70,8 +68,6 @@ def test_the_export_is_measured_against_the_engines_plain_decoding(bench: Bench)
     assert re.search(r"^ flags 2 +left out", table, re.MULTILINE)
     verdict = " ".join(table[table.index("verdict") :].split())
     assert "faster than plain decoding with 95 % confidence: flags 1, profile" in verdict
-    with pytest.raises(ConfigError, match=r"a bench in llama\.cpp"):
-        read_comparison(Path("bench/bench.json"), "p")
 
 
 def test_a_different_text_is_an_error(bench: Bench) -> None:

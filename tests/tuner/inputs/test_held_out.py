@@ -12,7 +12,7 @@ from decoding.exit_heads import prompt_sha256
 from decoding.profile import DatasetFacts
 from tests.support.paths import ROOT
 from tuner.fields import PromptSettings
-from tuner.inputs.held_out import FoundPrompts, find_prompts
+from tuner.inputs.held_out import find_prompts
 from tuner.inputs.prompts import PromptSet, load_prompts
 
 DEMO = ROOT / "configs/demo"
@@ -47,7 +47,9 @@ def facts_of(searched: PromptSet, **changed: Any) -> DatasetFacts:
     return DatasetFacts.model_validate(facts | changed)
 
 
-def find(tokenizer: Any, facts: DatasetFacts | None, source: Path | None = None, **changed: Any) -> FoundPrompts:
+def find(
+    tokenizer: Any, facts: DatasetFacts | None, source: Path | None = None, **changed: Any
+) -> tuple[PromptSet, str]:
     settings = {"num_tuning": None, "num_held_out": None, "seed": 0, **LIMITS, **changed}
     columns = settings.pop("columns", PromptSettings())
     return find_prompts(str(source or DEMO / "prompts.jsonl"), tokenizer, facts, columns, **settings)
@@ -63,18 +65,17 @@ def find(tokenizer: Any, facts: DatasetFacts | None, source: Path | None = None,
 def test_the_prompts_held_out_are_found_whatever_is_said_of_the_split(
     tokenizer: Any, searched: PromptSet, changed: dict[str, Any]
 ) -> None:
-    found = find(tokenizer, facts_of(searched), **changed)
-    assert found.are_held_out
-    assert found.origin == "held out by the search that made the profile"
-    assert [prompt.token_ids for prompt in found.prompts.held_out] == [each.token_ids for each in searched.held_out]
-    others = {prompt.token_ids for prompt in found.prompts.tuning}
-    assert found.prompts.tuning
+    found, origin = find(tokenizer, facts_of(searched), **changed)
+    assert origin == "held out by the search that made the profile"
+    assert [prompt.token_ids for prompt in found.held_out] == [each.token_ids for each in searched.held_out]
+    others = {prompt.token_ids for prompt in found.tuning}
+    assert found.tuning
     assert others.isdisjoint(prompt.token_ids for prompt in searched.held_out)
 
 
 def test_fewer_are_the_first_of_them(tokenizer: Any, searched: PromptSet) -> None:
-    found = find(tokenizer, facts_of(searched), num_held_out=20)
-    assert [prompt.row for prompt in found.prompts.held_out] == [prompt.row for prompt in searched.held_out[:20]]
+    found, _ = find(tokenizer, facts_of(searched), num_held_out=20)
+    assert [prompt.row for prompt in found.held_out] == [prompt.row for prompt in searched.held_out[:20]]
 
 
 @pytest.mark.parametrize(
@@ -87,10 +88,9 @@ def test_fewer_are_the_first_of_them(tokenizer: Any, searched: PromptSet) -> Non
 def test_prompts_that_are_not_those_of_the_search_are_not_called_held_out(
     tokenizer: Any, searched: PromptSet, changed: dict[str, Any]
 ) -> None:
-    found = find(tokenizer, facts_of(searched), **changed)
-    assert not found.are_held_out
-    assert "held out" not in found.origin
-    assert "it may have been tuned on some of these" in found.origin
+    _, origin = find(tokenizer, facts_of(searched), **changed)
+    assert "held out" not in origin
+    assert "it may have been tuned on some of these" in origin
 
 
 def test_the_rest_of_a_dataset_that_has_lost_rows_is_held_out_and_counted(
@@ -100,10 +100,9 @@ def test_the_rest_of_a_dataset_that_has_lost_rows_is_held_out_and_counted(
     gone = {prompt.row for prompt in searched.held_out[:3]}
     fewer = tmp_path / "fewer.jsonl"
     fewer.write_text("".join(row for index, row in enumerate(rows) if index not in gone), encoding="utf-8")
-    found = find(tokenizer, facts_of(searched), fewer)
-    assert [each.token_ids for each in found.prompts.held_out] == [each.token_ids for each in searched.held_out[3:]]
-    assert found.are_held_out
-    assert "(21 of 24: the dataset does not have the others)" in found.origin
+    found, origin = find(tokenizer, facts_of(searched), fewer)
+    assert [each.token_ids for each in found.held_out] == [each.token_ids for each in searched.held_out[3:]]
+    assert origin == "held out by the search that made the profile (21 of 24: the dataset does not have the others)"
 
 
 def test_a_profile_of_an_earlier_version_is_split_again_and_recognised_by_the_fingerprint(
@@ -111,9 +110,9 @@ def test_a_profile_of_an_earlier_version_is_split_again_and_recognised_by_the_fi
 ) -> None:
     earlier = facts_of(searched, seed=None, held_out_sha256=())
     columns = PromptSettings(group_column="file")
-    same = find(tokenizer, earlier, columns=columns)
-    assert same.are_held_out
-    assert [prompt.row for prompt in same.prompts.held_out] == [prompt.row for prompt in searched.held_out]
-    of_a_cut_search = find(tokenizer, earlier.model_copy(update={"held_out_prompts": 20}), columns=columns)
-    assert not of_a_cut_search.are_held_out
-    assert not find(tokenizer, None).are_held_out
+    same, origin = find(tokenizer, earlier, columns=columns)
+    assert origin.startswith("held out")
+    assert [prompt.row for prompt in same.held_out] == [prompt.row for prompt in searched.held_out]
+    _, origin = find(tokenizer, earlier.model_copy(update={"held_out_prompts": 20}), columns=columns)
+    assert origin.startswith("not the prompts")
+    assert "does not record its prompts" in find(tokenizer, None)[1]
