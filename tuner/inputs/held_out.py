@@ -29,7 +29,7 @@ def find_prompts(
     context_length: int | None,
     seed: int,
 ) -> tuple[PromptSet, str]:
-    """Return the prompts that the search of `facts` held out, or others if `source` has them no longer, and a sentence that says so.
+    """Return the prompts that the search of `facts` held out, or others if `source` lacks them, and a sentence that says which.
 
     They are known by their hashes. Profiles of earlier versions have none: there the dataset is split again, and the fingerprint of
     the split tells whether it is the same. `num_held_out` None means all of the search's; more than it had are another split.
