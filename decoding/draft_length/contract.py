@@ -121,6 +121,16 @@ class Controller:
         """Decide on drawing from `distribution`, after `num_drafted` tokens were drawn in this round."""
         return Decision.CONTINUE
 
+    def length_of_copy(self, limit: int) -> int:
+        """Return how many of `limit` copied tokens to draft: each has probability 1."""
+        certain = DraftDistribution.of(top_probability=1.0, entropy=0.0)
+        limit = min(limit, self.limit())
+        for num_drafted in range(limit):
+            decision = self.decide(num_drafted, certain)
+            if decision is not Decision.CONTINUE:
+                return num_drafted + (decision is Decision.LAST)
+        return limit
+
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Update the state with the number of the round's drafts that the target accepted."""
 

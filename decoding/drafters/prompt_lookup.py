@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from decoding.cache.kv_cache import KVCache
-from decoding.draft_length import Controller, Decision, DraftDistribution
+from decoding.draft_length import Controller
 from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafts import FirstLookup
 from decoding.drafts.lookup import CopySettings
@@ -39,7 +39,7 @@ class CopyDrafter(Drafter):
         tokens = look_up(sequence, min(limit, controller.max_tokens), self._source)
         if tokens is None:
             return Proposal(0, None, steered=False)
-        num_tokens = length_allowed(controller, len(tokens))
+        num_tokens = controller.length_of_copy(len(tokens))
         sequence.write_drafts(tokens[:num_tokens])
         return Proposal(num_tokens, None, looked_up=True)
 
@@ -51,17 +51,6 @@ class CopyDrafter(Drafter):
 def look_up(sequence: TokenSequence, num_tokens: int, source: CopySettings) -> list[int] | None:
     """Return one to `num_tokens` tokens to copy after the sequence, or None if there are none or nothing is found."""
     return sequence.index(source).copy(num_tokens) if num_tokens > 0 else None
-
-
-def length_allowed(controller: Controller, limit: int) -> int:
-    """Return the number of tokens, at most `limit`, that the controller allows if each has probability 1."""
-    certain = DraftDistribution.of(top_probability=1.0, entropy=0.0)
-    limit = min(limit, controller.limit())
-    for num_drafted in range(limit):
-        decision = controller.decide(num_drafted, certain)
-        if decision is not Decision.CONTINUE:
-            return num_drafted + (decision is Decision.LAST)
-    return limit
 
 
 def new_drafter(target: Target, draft: CopySettings, decoding: Decoding, *, heads: HeadFolder | None) -> CopyDrafter:

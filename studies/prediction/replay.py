@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from decoding.draft_length import Controller, CostAwareRule, Decision, DraftDistribution, DraftLengthRule, RoundCosts
-from decoding.drafters.prompt_lookup import length_allowed
 from decoding.drafts import Draft
 from decoding.drafts.trees import MOST_PER_DEPTH, CandidateTree, SeenDepth
 from decoding.profile import Decoding
@@ -507,7 +506,7 @@ def _copied_rounds(controller: Controller, copies: Copies, max_drafted: int | No
             yield ReplayedRound(0, 0, 0)
             position += 1
             continue
-        num_drafted = length_allowed(controller, min(room, copy.num_tokens))
+        num_drafted = controller.length_of_copy(min(room, copy.num_tokens))
         num_accepted = min(copy.num_right, num_drafted)
         controller.observe(num_drafted, num_accepted)
         yield ReplayedRound(num_drafted, 0, num_accepted, looked_up=True)

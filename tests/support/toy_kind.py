@@ -12,7 +12,6 @@ from decoding.cache.kv_cache import KVCache
 from decoding.decode import Request
 from decoding.draft_length import Controller, DraftLengthRule
 from decoding.drafters.contract import Drafter, Proposal
-from decoding.drafters.prompt_lookup import length_allowed
 from decoding.drafts import DraftDocument, DraftKind
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
@@ -58,7 +57,7 @@ class CycleDrafter(Drafter):
     def draft(
         self, text: TokenSequence, cache: KVCache, controller: Controller, request: Request, limit: int
     ) -> Proposal:
-        tokens = cycle(text, length_allowed(controller, limit), self._period) if limit > 0 else None
+        tokens = cycle(text, controller.length_of_copy(limit), self._period) if limit > 0 else None
         if tokens is None:
             return Proposal(0, None, steered=False)
         text.write_drafts(tokens)

@@ -1,0 +1,221 @@
+"""Run drafts in vLLM by the plugin, in turns with plain decoding: every text must be equal. Run by `.ci/engines vllm`.
+
+    python plugins/vllm/check.py --profile configs/demo/result/profile.yaml --dataset configs/demo/prompts.jsonl [--json FILE]
+
+All engines live in one process and continue the same prompts in turns, so that their CPU seconds can be compared. Beside the
+profile itself run parts of it, and drafts of every kind; one that skips nothing has to be accepted whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+for name, value in {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}.items():
+    os.environ.setdefault(name, value)
+
+from sdtune_vllm.settings import most_drafted  # noqa: E402
+
+from decoding.draft_length import Fixed  # noqa: E402 - after the environment
+from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft  # noqa: E402
+from decoding.profile import DraftProfile  # noqa: E402
+
+PLAIN, PROFILE, NOTHING_SKIPPED = "plain", "profile", "nothing skipped"
+
+
+def variants(profile: DraftProfile) -> Iterator[tuple[str, DraftProfile]]:
+    """Yield the profile, and drafts of every kind for its model."""
+    num_layers = profile.target.num_layers
+    half, third = tuple(range(1, num_layers - 1, 2)), tuple(range(1, num_layers - 1, 3))
+    drafts = {
+        NOTHING_SKIPPED: LayerSkip(),
+        "blocks skipped": LayerSkip.blocks(half),
+        "sublayers skipped": LayerSkip(skip_attention=half, skip_mlp=third),
+        "exit, lookup first": EarlyExit(exit_layer=max(1, num_layers // 4), lookup=Lookup(max_ngram=3, min_ngram=2)),
+        "prompt lookup": PromptLookup(max_ngram=2),
+        "suffix automaton": SuffixDraft(),
+    }
+    yield PROFILE, profile
+    if profile.draft.trained_head is not None:
+        yield (
+            "head alone, fixed length",
+            profile.model_copy(
+                update={"draft": profile.draft.having(lookup=None), "draft_length": Fixed(max_tokens=6)}
+            ),
+        )
+    for name, draft in drafts.items():
+        yield name, profile.model_copy(update={"draft": draft, "draft_length": Fixed(max_tokens=4)})
+
+
+class Engine:
+    """One engine, its texts, and what its scheduler counted."""
+
+    def __init__(self, model: str, profile: Path | None, most: int, args: argparse.Namespace) -> None:
+        from vllm import LLM
+
+        drafting: dict[str, Any] = {}
+        if profile is not None:
+            drafting = {
+                "speculative_config": {
+                    "method": "custom_class",
+                    "model": "sdtune_vllm.proposer.SelfDraft",
+                    "num_speculative_tokens": most,
+                },
+                "additional_config": {"sdtune": {"profile": str(profile)}},
+            }
+        elif most:
+            drafting = {
+                "speculative_config": {"method": "draft_model", "model": str(args.copy), "num_speculative_tokens": most}
+            }
+        self.llm = LLM(
+            model=model,
+            dtype=args.dtype,
+            enforce_eager=True,
+            seed=0,
+            max_model_len=args.max_model_len,
+            max_num_seqs=max(2, args.batch),
+            kv_cache_memory_bytes=args.cache_mib * 2**20,
+            disable_log_stats=False,
+            **(drafting | json.loads(args.engine)),
+        )
+        self.texts: list[list[int]] = []
+        self.seconds: list[float] = []
+        self.counts = {"rounds": 0, "drafted": 0, "accepted": 0}
+        self.lengths: set[int] = set()
+        self._count()
+
+    def _count(self) -> None:
+        """Count in the scheduler: the engines of one process share their metrics."""
+        scheduler: Any = self.llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+        own = scheduler.make_spec_decoding_stats
+
+        def counting(stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *rest: Any, **more: Any) -> Any:
+            if num_draft_tokens:
+                self.counts["rounds"] += 1
+                self.counts["drafted"] += num_draft_tokens
+                self.counts["accepted"] += num_accepted_tokens
+                self.lengths.add(num_draft_tokens)
+            return own(stats, num_draft_tokens, num_accepted_tokens, *rest, **more)
+
+        scheduler.make_spec_decoding_stats = counting
+
+    @property
+    def cache_layers(self) -> int:
+        """Layers with keys and values, those of a draft included."""
+        core: Any = self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+        runner = core.model_executor.driver_worker.worker.model_runner
+        return sum(len(group.layer_names) for group in runner.kv_cache_config.kv_cache_groups)
+
+    def write(self, prompts: Sequence[str], params: Any) -> None:
+        began = time.process_time()
+        answers = self.llm.generate(list(prompts), params, use_tqdm=False)
+        self.seconds.append(time.process_time() - began)
+        self.texts += [list(answer.outputs[0].token_ids) for answer in answers]
+
+
+def speed_up(plain: Sequence[float], own: Sequence[float]) -> tuple[float, float, float]:
+    """Return plain seconds over own ones, with a 95 % bootstrap interval over groups of prompts."""
+    source, size = random.Random(0), len(plain)
+    drawn = [[source.randrange(size) for _ in range(size)] for _ in range(2000)]
+    found = sorted(sum(plain[i] for i in each) / sum(own[i] for i in each) for each in drawn)
+    return sum(plain) / sum(own), found[50], found[1949]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", type=Path, required=True)
+    parser.add_argument("--dataset", type=Path, required=True, help="JSON lines with `prompt`")
+    parser.add_argument("--model", help="default: the profile's")
+    parser.add_argument("--copy", type=Path, help="draft folder of `sdtune export --to vllm`, to compare with")
+    parser.add_argument("--copy-tokens", type=int, default=4)
+    parser.add_argument("--only", help="names of variants, separated by commas")
+    parser.add_argument("--prompts", type=int, default=30)
+    parser.add_argument("--skip", type=int, default=0, help="prompts to leave out at the beginning")
+    parser.add_argument("--tokens", type=int, default=40)
+    parser.add_argument("--batch", type=int, default=1, help="requests side by side")
+    parser.add_argument("--passes", type=int, default=1, help="the second finds the prefix cache")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--cache-mib", type=int, default=256)
+    parser.add_argument("--engine", default="{}", help="further settings of vLLM's LLM, as JSON")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    from vllm import SamplingParams
+
+    profile = DraftProfile.load(args.profile)
+    model = args.model or profile.target.model
+    rows = [json.loads(line)["prompt"] for line in args.dataset.read_text(encoding="utf-8").splitlines()]
+    prompts = rows[args.skip : args.skip + args.prompts]
+    engines = {PLAIN: Engine(model, None, 0, args)}
+    with tempfile.TemporaryDirectory() as folder:
+        if profile.draft.trained_head is not None:
+            file = profile.draft.trained_head.file
+            (Path(folder) / file).symlink_to((args.profile.parent / file).absolute())
+        for name, variant in variants(profile):
+            if args.only and name not in args.only.split(","):
+                continue
+            path = Path(folder) / f"{name.replace(' ', '_')}.yaml"
+            variant.save(path)
+            engines[name] = Engine(model, path, most_drafted(variant), args)
+        if args.copy:
+            engines["exported copy"] = Engine(model, None, args.copy_tokens, args)
+        params = SamplingParams(temperature=0, max_tokens=args.tokens)
+        for engine in engines.values():  # what a first pass compiles is not timed
+            engine.write(prompts[:1], SamplingParams(temperature=0, max_tokens=4))
+            engine.texts.clear(), engine.seconds.clear(), engine.lengths.clear()
+            engine.counts.update(dict.fromkeys(engine.counts, 0))
+            engine.llm.reset_prefix_cache()
+        groups = [prompts[start : start + args.batch] for start in range(0, len(prompts), args.batch)] * args.passes
+        for turn, group in enumerate(groups):
+            order = list(engines)
+            for name in order[turn % len(order) :] + order[: turn % len(order)]:
+                engines[name].write(group, params)
+    return report(engines, args)
+
+
+def report(engines: dict[str, Engine], args: argparse.Namespace) -> int:
+    import torch
+    import vllm
+
+    plain, found, wrong = engines[PLAIN], {}, 0
+    for name, engine in engines.items():
+        identical = sum(one == other for one, other in zip(engine.texts, plain.texts, strict=True))
+        value, low, high = speed_up(plain.seconds, engine.seconds)
+        wrong += len(engine.texts) - identical
+        found[name] = {
+            "identical": identical,
+            "texts": len(engine.texts),
+            "cpu_speedup": value,
+            "ci95": [low, high],
+            "cache_layers": engine.cache_layers,
+            "lengths": sorted(engine.lengths),
+            **engine.counts,
+        }
+        rate = engine.counts["accepted"] / engine.counts["drafted"] if engine.counts["drafted"] else math.nan
+        print(
+            f"{name:26} identical {identical}/{len(engine.texts)}  {value:.2f} [{low:.2f}, {high:.2f}]  accepted {rate:.0%}"
+            f"  {engine.counts}  layers {engine.cache_layers}  lengths {sorted(engine.lengths)}"
+        )
+    if args.json:
+        facts = {"vllm": vllm.__version__, "torch": torch.__version__, "command": " ".join(sys.argv[1:])}
+        args.json.write_text(json.dumps({**facts, "found": found}, indent=1) + "\n", encoding="utf-8")
+    return 2 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

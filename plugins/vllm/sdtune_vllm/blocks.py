@@ -1,0 +1,147 @@
+"""The modules of a loaded target that draft: which of its blocks and sublayers run, and the exit head after them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from decoding.drafts import DraftDocument
+from sdtune_vllm.settings import UnsupportedError
+
+HEAD = "sdtune_head"
+"""Prefix of the exit head's names in vLLM."""
+PARTS = {
+    "q_proj": ("qkv_proj", "q"),
+    "k_proj": ("qkv_proj", "k"),
+    "v_proj": ("qkv_proj", "v"),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+"""Weights of transformers that vLLM keeps in one, with their parts."""
+NORMS = {"input_layernorm", "post_attention_layernorm"}
+
+
+class Step(NamedTuple):
+    """A block of the draft, and which of its sublayers run."""
+
+    block: nn.Module
+    attention: bool
+    mlp: bool
+
+
+def steps_of(target: nn.Module, draft: DraftDocument) -> list[Step]:
+    """Return the blocks that draft. Raises `UnsupportedError` for a model whose blocks cannot be called one by one."""
+    layers = getattr(getattr(target, "model", None), "layers", None)
+    if layers is None or not hasattr(target, "compute_logits"):
+        raise UnsupportedError(f"{type(target).__name__} has no list of blocks as Llama has")
+    names = list(inspect.signature(type(layers[0]).forward).parameters)
+    if names[:4] != ["self", "positions", "hidden_states", "residual"]:
+        raise UnsupportedError(
+            f"the blocks of {type(target).__name__} take other arguments than Llama's: {', '.join(names[1:])}"
+        )
+    skipped = draft.skipped(len(layers))
+    steps = [
+        Step(block, index not in skipped.skip_attention, index not in skipped.skip_mlp)
+        for index, block in enumerate(layers)
+    ]
+    if any(step.attention != step.mlp and not _is_plain(step.block) for step in steps):
+        raise UnsupportedError(
+            f"the blocks of {type(target).__name__} have more norms than Llama's: skip whole blocks only"
+        )
+    return [step for step in steps if step.attention or step.mlp]
+
+
+def _is_plain(block: nn.Module) -> bool:
+    """Return True for a block with a norm before each sublayer and none after: attention and MLP may then run alone."""
+    norms = {name for name, _ in block.named_children() if name.endswith("layernorm")}
+    return norms == NORMS and hasattr(block, "self_attn") and hasattr(block, "mlp")
+
+
+def run(target: nn.Module, steps: list[Step], head: nn.Module | None, tokens: Tensor, positions: Tensor) -> Tensor:
+    """Return the draft's logits [requests, vocabulary] after one token of each request."""
+    model: Any = target.model
+    hidden, residual = model.embed_input_ids(tokens), None
+    for block, attention, mlp in steps:
+        if attention and mlp:
+            hidden, residual = block(positions, hidden, residual)
+            continue
+        norm: Any = block.input_layernorm if attention else block.post_attention_layernorm
+        if residual is None:
+            residual, hidden = hidden, norm(hidden)
+        else:
+            hidden, residual = norm(hidden, residual)
+        sublayer: Any = block.self_attn if attention else block.mlp
+        hidden = sublayer(positions=positions, hidden_states=hidden) if attention else sublayer(hidden)
+    if head is not None:
+        hidden, residual = head(positions, hidden, residual)
+    hidden, _ = model.norm(hidden, residual)
+    logits: Tensor = target.compute_logits(hidden)  # type: ignore[operator]
+    return logits
+
+
+def load_head(target: nn.Module, config: Any, file: Path) -> nn.Module:
+    """Return the exit head as one more block of the model's class, whose attention thereby gets keys and values of its own."""
+    from vllm.config import set_current_vllm_config
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    layers: Any = target.model.layers
+    kind, prefix = type(layers[0]), f"{HEAD}.layers.{len(layers)}"
+    known = {
+        "vllm_config": config,
+        "config": config.model_config.hf_text_config,
+        "cache_config": config.cache_config,
+        "quant_config": None,
+        "prefix": prefix,
+    }
+    wanted = inspect.signature(kind.__init__).parameters
+    if "vllm_config" in wanted:  # it reads the configuration from there
+        known = {name: known[name] for name in ("vllm_config", "prefix")}
+    if config.quant_config is not None:
+        raise UnsupportedError("the model is quantised, and its exit head is not: this was not run with this plugin")
+    with set_current_vllm_config(config, check_compile=False), set_default_torch_dtype(config.model_config.dtype):
+        head: nn.Module = kind(**{name: value for name, value in known.items() if name in wanted})
+    _load(head, file)
+    for module in head.modules():  # as vLLM's loader does: on a CPU weights are packed
+        method = getattr(module, "quant_method", None)
+        if hasattr(method, "process_weights_after_loading"):
+            method.process_weights_after_loading(module)
+    return head.eval()
+
+
+def _load(head: nn.Module, file: Path) -> None:
+    from safetensors import safe_open
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    left, parameters = set[str](), dict(head.named_parameters())
+    with safe_open(file, "pt") as weights:
+        for name, tensor in _tensors(weights):
+            part = next((each for each in name.split(".") if each in PARTS), None)
+            whole, shard = PARTS[part] if part else (None, None)
+            own = name if part is None or name in parameters else name.replace(part, str(whole))
+            if own not in parameters:
+                left.add(name)
+                continue
+            parameter: Any = parameters[own]
+            loader = getattr(parameter, "weight_loader", default_weight_loader)
+            loader(parameter, tensor) if own == name else loader(parameter, tensor, shard)
+    if left:
+        raise UnsupportedError(f"{file} has weights that {type(head).__name__} lacks: {', '.join(sorted(left))}")
+
+
+def _tensors(weights: Any) -> Iterator[tuple[str, Tensor]]:
+    for name in weights.keys():  # noqa: SIM118 - it is no dict
+        yield name, weights.get_tensor(name)
+
+
+def is_of_head(name: str) -> bool:
+    """Return whether an attention layer of vLLM, by its name, is the head's."""
+    return name.startswith(f"{HEAD}.")
+
+
+def on_device(values: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)

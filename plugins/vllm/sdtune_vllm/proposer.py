@@ -1,0 +1,165 @@
+"""Drafts of a profile by the target's own modules, on the target's own blocks of keys and values (model runner V1).
+
+Draft step j writes the keys and values of the token at position p + j into the slots where verification writes its own: nothing is
+copied or rolled back. An exit head has keys and values of its own, written after each pass from the states at the exit. Drafts are
+greedy, and are verified as those of vLLM's n-grams are: sampling keeps the target's distribution.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from decoding.draft_length import DraftDistribution
+from decoding.draft_length.contract import entropy, top_probability
+from sdtune_vllm import problem
+from sdtune_vllm.blocks import Step, is_of_head, load_head, on_device, run, steps_of
+from sdtune_vllm.requests import DraftingRequests, Turn, wanting_passes
+from sdtune_vllm.settings import UnsupportedError, check, most_drafted, profile_of
+
+logger = logging.getLogger("vllm.sdtune")
+
+
+class SelfDraft:
+    """The proposer of `--speculative-config '{"method": "custom_class", "model": "sdtune_vllm.proposer.SelfDraft", ...}'`."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        if (reason := problem()) is not None:
+            raise UnsupportedError(reason)
+        self._config = vllm_config
+        self._profile, folder = profile_of(vllm_config)
+        check(vllm_config, self._profile, folder)
+        self._draft, head = self._profile.draft, self._profile.draft.trained_head
+        self._head_file = None if head is None else folder / head.file
+        self._most = vllm_config.speculative_config.num_speculative_tokens
+        if self._most < most_drafted(self._profile):
+            logger.warning("num_speculative_tokens cuts the drafts of %s to %d tokens", self._profile.name, self._most)
+        self._requests = DraftingRequests(self._draft, self._profile.draft_length)
+        self.reads_states = head is not None
+        if self.reads_states:
+            # The runner reads here which states to keep.
+            hf_config = vllm_config.speculative_config.draft_model_config.hf_config
+            hf_config.eagle_aux_hidden_state_layer_ids = [self._draft.exit_layer]  # type: ignore[attr-defined]
+
+    def load_model(self, target: nn.Module) -> None:
+        """Refer to the target's modules. Nothing is loaded but the head."""
+        self._target = target
+        self._steps: list[Step] = steps_of(target, self._draft) if self._draft.runs_model else []
+        self._head = None if self._head_file is None else load_head(target, self._config, self._head_file)
+        logger.info("sdtune drafts by %s: %s", self._profile.name, self._draft.describe())
+
+    def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        """Not called: `draft` is, by the changed runner."""
+        raise UnsupportedError("this model runner of vLLM does not hand over what a draft needs")
+
+    @torch.inference_mode()
+    def draft(
+        self, runner: Any, scheduled: Any, sampled: Sequence[list[int]], states: list[Tensor] | None, common: Any
+    ) -> list[list[int]]:
+        """Return the drafts of each row of the batch; lists differ in length, and may be empty."""
+        self._requests.end(scheduled.finished_req_ids)
+        if self._head is not None:
+            assert states is not None, "asked for when the runner was made"
+            self._fill_head(runner, scheduled.total_num_scheduled_tokens, states[0], common)
+        batch, turns = runner.input_batch, list[Turn]()
+        asked = getattr(scheduled, "num_spec_tokens_to_schedule", None)  # less than usual by a schedule of batch sizes
+        most = self._most if asked is None else min(self._most, asked)
+        for row, tokens in enumerate(sampled):
+            if not tokens:  # a part of a prompt
+                continue
+            name, length = batch.req_ids[row], int(batch.num_tokens_no_spec[row])
+            verified = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
+            room = min(most, self._config.model_config.max_model_len - length - 1)
+            text = batch.token_ids_cpu[row, :length]
+            turns.append(self._requests.begin(name, row, text, verified, len(tokens) - 1, room))
+        self._write(runner, list(wanting_passes(turns)))
+        drafts: list[list[int]] = [[] for _ in sampled]
+        for turn in turns:
+            drafts[turn.row] = turn.tokens
+        return drafts
+
+    def _write(self, runner: Any, turns: list[Turn]) -> None:
+        """Draft with the model until each turn has ended; the batch shrinks as they do."""
+        looks = any(turn.request.controller.looks_at_drafts for turn in turns)
+        step = 0
+        while turns:
+            rows = on_device([turn.row for turn in turns], runner.device)
+            last = on_device([(turn.tokens or turn.request.token_ids)[-1] for turn in turns], runner.device)
+            positions = on_device([len(turn.request.token_ids) - 1 + step for turn in turns], runner.device)
+            metadata, slots = self._metadata(runner, rows, positions, step)
+            with set_forward_context(metadata, self._config, num_tokens=len(turns), slot_mapping=slots):
+                logits = run(self._target, self._steps, self._head, last.int(), positions)
+            chosen, known = logits.argmax(dim=-1).tolist(), _statistics(logits) if looks else [(1.0, 0.0)] * len(turns)
+            turns = [
+                turn
+                for turn, token, (top, uncertainty) in zip(turns, chosen, known, strict=True)
+                if turn.take(token, DraftDistribution.of(top, uncertainty))
+            ]
+            step += 1
+
+    def _metadata(
+        self, runner: Any, rows: Tensor, positions: Tensor, step: int
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return attention's metadata and slots by layer, for one token of each of these rows."""
+        size = len(rows)
+        starts = torch.arange(size + 1, dtype=torch.int32)
+        lengths = (positions + 1).int()
+        metadata, slots = dict[str, Any](), dict[str, Any]()
+        for number, groups in enumerate(runner.attn_groups):
+            table = runner.input_batch.block_table[number]
+            blocks = table.get_device_tensor(runner.input_batch.num_reqs)[rows]
+            block = blocks.gather(1, (positions // table.block_size).unsqueeze(1)).squeeze(1).long()
+            slot = block * table.block_size + positions % table.block_size
+            common = CommonAttentionMetadata(
+                query_start_loc=starts.to(rows.device),
+                query_start_loc_cpu=starts,
+                seq_lens=lengths,
+                num_reqs=size,
+                num_actual_tokens=size,
+                max_query_len=1,
+                max_seq_len=int(lengths.max()),
+                block_table_tensor=blocks,
+                slot_mapping=slot,
+                causal=True,
+                seq_lens_cpu_upper_bound=lengths.cpu(),
+            )
+            for group in groups:
+                built = _built(group, common, step)
+                for name in group.layer_names:
+                    metadata[name], slots[name] = built, slot
+        return metadata, slots
+
+    def _fill_head(self, runner: Any, size: int, states: Tensor, common: Any) -> None:
+        """Write the head's keys and values at the positions of the pass that has just run."""
+        head: Any = self._head
+        group, name = next(
+            (group, name)
+            for groups in runner.attn_groups
+            for group in groups
+            for name in group.layer_names
+            if is_of_head(name)
+        )
+        metadata, slots = {name: _built(group, common, 0)}, {name: common.slot_mapping[:size]}
+        with set_forward_context(metadata, self._config, num_tokens=size, slot_mapping=slots):
+            given = head.input_layernorm(states[:size].contiguous())
+            head.self_attn(positions=runner._get_positions(size), hidden_states=given)
+
+
+def _statistics(logits: Tensor) -> list[tuple[float, float]]:
+    """Return top-1 probability and entropy of each row, in one transfer."""
+    log_probabilities = logits.float().log_softmax(dim=-1)
+    both = torch.stack([top_probability(log_probabilities), entropy(log_probabilities)], dim=-1)
+    return [(top, uncertainty) for top, uncertainty in both.tolist()]
+
+
+def _built(group: Any, common: Any, step: int) -> Any:
+    """Return a group's metadata for a draft; the method is the group's own from 0.32 on."""
+    if hasattr(group, "build_metadata_for_drafting"):
+        return group.build_metadata_for_drafting(common, step)
+    return group.get_metadata_builder().build_for_drafting(common_attn_metadata=common, draft_index=step)
