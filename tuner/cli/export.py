@@ -66,12 +66,21 @@ def export(**flags: Any) -> None:
     settings = settings_from(ExportSettings, flags)
     check_names(profile=settings.profile, model=settings.model)
 
+    from decoding.profile import DraftProfile
+    from tuner.export.native import native_command
     from tuner.export.run import export as write_export
 
     use_threads(settings.threads)
     with progress_on_stderr() as progress:
         exported = write_export(settings, progress)
-    print_facts(Console(), export=exported.out, files=", ".join(exported.files), next=f"read {exported.out}/README.md")
+    native = native_command(DraftProfile.load(settings.profile), settings.profile) if settings.to == "vllm" else None
+    print_facts(
+        Console(),
+        export=exported.out,
+        files=", ".join(exported.files),
+        next=f"read {exported.out}/README.md",
+        natively=native and f"with the plugin, the whole profile: {native}",
+    )
 
 
 @click.command()

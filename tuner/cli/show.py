@@ -14,7 +14,7 @@ from rich.text import Text
 
 from decoding.drafts import LayerSkip
 from decoding.profile import DraftProfile, EndToEndFigures, Measured, ProfileOrigin
-from tuner.cli.terminal import JSON, is_asked, print_json
+from tuner.cli.terminal import JSON, is_asked, print_facts, print_json
 from tuner.fields import local_profile
 from tuner.tables import facts_grid, figures_table, spaced
 
@@ -36,7 +36,11 @@ def show(path: Path) -> None:
     elif is_asked("json"):
         print_json(DraftProfile.load(path).model_dump(mode="json", by_alias=True))
     else:
-        Console().print(profile_panel(DraftProfile.load(path)))
+        from tuner.export.native import native_command
+
+        profile = DraftProfile.load(path)
+        Console().print(profile_panel(profile))
+        print_facts(Console(), vllm=native_command(profile, path))
 
 
 def _show_heads(folder: Path) -> None:
@@ -83,7 +87,7 @@ def heads_table(facts: Mapping[int, HeadFacts]) -> Table:
 
 
 def profile_panel(profile: DraftProfile) -> RenderableType:
-    from tuner.review.verdict import shipping
+    from tuner.review.shipping import shipping
 
     facts = facts_grid()
     _add_draft(facts, profile)

@@ -3,48 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 
-from decoding.profile import DraftProfile, Interval
+from decoding.profile import Interval
 from studies.measurement import Measurement
 from studies.ratios import Ratio
 from tuner.measuring.contender import PROFILE
 from tuner.review.document import SearchResult, StockComparison
+from tuner.review.shipping import Shipping, decide, faster_stock
 
 FEW_PROMPTS = 12
 """Held-out prompts, or batches, below which the verdict says that an interval over them is rough."""
-
-
-class Shipping(StrEnum):
-    """What to do with a profile, as users read it."""
-
-    SHIP = "Ship"
-    MEASURE_AGAIN = "Ship, but measure again: the machine was busy"
-    DO_NOT_SHIP = "Do not ship"
-
-
-def decide(*, claimed: bool, over_stock: Mapping[str, Interval], noise: Sequence[str]) -> Shipping:
-    """Return what measured figures support.
-
-    A profile ships if a speed-up is claimed for it, and no stock way of generating is faster with 95 % confidence. `over_stock` is
-    the profile's speed over each of these; `noise` are the signs of a busy machine.
-    """
-    if not claimed or _faster(over_stock) is not None:
-        return Shipping.DO_NOT_SHIP
-    return Shipping.MEASURE_AGAIN if noise else Shipping.SHIP
-
-
-def shipping(profile: DraftProfile) -> Shipping:
-    """Return what the figures of a profile support."""
-    measured = profile.measured
-    if measured is None:
-        return Shipping.DO_NOT_SHIP
-    over_stock = {name: each.profile_over_it for name, each in measured.stock.items()}
-    return decide(claimed=profile.draft.drafts, over_stock=over_stock, noise=measured.noise)
 
 
 @dataclass(frozen=True)
@@ -77,7 +49,7 @@ def verdict(result: SearchResult) -> ShipVerdict:
             else f"; the best draft decodes at {_speedup(confirmed)} of plain's speed"
         )
         headline = f"{found}: decode plainly. {_sentence(result.objection)}{best}."
-    elif (faster := _faster(over_stock)) is not None:
+    elif (faster := faster_stock(over_stock)) is not None:
         name, ratio = faster
         headline = f"{found}: {name} is faster, the profile has {ratio} of its speed."
     else:
@@ -88,12 +60,6 @@ def verdict(result: SearchResult) -> ShipVerdict:
 def _over_stock(comparison: StockComparison | None) -> dict[str, Interval]:
     contenders = {} if comparison is None else comparison.contenders
     return {name: each.profile_over_it for name, each in contenders.items() if name != PROFILE}
-
-
-def _faster(over_stock: Mapping[str, Interval]) -> tuple[str, Interval] | None:
-    """Return the stock contender that the profile is surely slower than, and the ratio; None if there is none."""
-    slower = [(name, ratio) for name, ratio in over_stock.items() if ratio.ci95[1] < 1.0]
-    return min(slower, key=lambda pair: pair[1].value, default=None)
 
 
 def _reasons(result: SearchResult) -> Iterator[str]:
@@ -138,12 +104,12 @@ def _level_with(result: SearchResult) -> str | None:
     return None
 
 
-def _ratio(faster: Measurement, slower: Measurement) -> Interval | None:
+def _ratio(quicker: Measurement, slower: Measurement) -> Interval | None:
     """Return the ratio of two candidates' speed-ups on the prompts that both decoded; None for fewer than two.
 
     Each is paired with its own plain decoding: candidates are confirmed one after the other, on a machine that may change.
     """
-    ratios = [{s.prompt: s.ratio for s in each.samples} for each in (faster, slower)]
+    ratios = [{s.prompt: s.ratio for s in each.samples} for each in (quicker, slower)]
     common = sorted(ratios[0].keys() & ratios[1].keys())
     if len(common) < 2:
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from decoding.profile import (
     SearchCost,
     TargetIdentity,
 )
+from tests.support.paths import ROOT
 from tests.support.shown import shown
 from tuner.cli.show import profile_panel
 
@@ -120,3 +123,10 @@ def test_what_is_particular_to_a_profile_is_said(profile: DraftProfile, words: l
     text = _text(profile, 120)
     assert [each for each in words if each not in text] == []
     assert unsaid not in text
+
+
+def test_a_profile_is_shown_at_once_without_torch() -> None:
+    profile = ROOT / "configs/demo/result/profile.yaml"
+    code = f"import sys; sys.modules['torch'] = None; from tuner.cli.main import main; main(['show', {str(profile)!r}])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert "SelfDraft" in shown.splitlines()[-1]  # the command for vLLM, in one line

@@ -15,8 +15,9 @@ from tests.support.reviews import QUIET, review, stock
 from tuner.review.document import SearchResult, TextPair
 from tuner.review.markdown import MOST_NAME, search_note, texts_page, trial_note, trial_run_name
 from tuner.review.page import report_page
+from tuner.review.shipping import Shipping, shipping
 from tuner.review.tables import samples_csv
-from tuner.review.verdict import Shipping, shipping, verdict
+from tuner.review.verdict import verdict
 
 
 def test_a_confirmed_speedup_ships_with_its_interval() -> None:
