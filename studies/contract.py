@@ -105,6 +105,8 @@ class Problem:
     earlier: Mapping[str, Sequence[TrialRecord]]
     """Finished trials of the studies that ran before, by study name; empty unless `StudySettings.reads_earlier`."""
     seed: int
+    own_keys: bool = False
+    """True if drafts are to run as copies of the model, with keys and values of their own: predictions read these."""
     batch_size: int = 1
     """Consecutive prompts that are decoded in lockstep. Trials measure such batches, numbered from 0."""
     decoding: Decoding = Decoding()

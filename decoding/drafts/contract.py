@@ -107,6 +107,13 @@ class DraftDocument(Document):
         """
         raise ValueError(f"{self.describe()} runs no part of the model: it has no draft pass to predict")
 
+    def has_targets_keys(self, num_layers: int) -> bool:
+        """Return True if a copy of the draft's blocks computes the target's keys and values: they are its first ones, or none."""
+        if not self.runs_model:
+            return True
+        skipped = self.skipped(num_layers)
+        return {*range(self.num_shared_blocks, num_layers)} <= {*skipped.skip_attention} & {*skipped.skip_mlp}
+
     @property
     def num_shared_blocks(self) -> int:
         """Number of leading blocks that the draft computes exactly as the target does."""

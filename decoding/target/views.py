@@ -60,6 +60,16 @@ class DraftView:
         """Draft `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`, recording boundary states if kept."""
         return self._target.write_greedily(self._part, token_ids, cache, start, num_tokens)
 
+    def alone(self, token_ids: Tensor, first: int) -> Tensor:
+        """Return the logits [length - first, vocabulary] from position `first` of `token_ids` [1, length] on.
+
+        All keys and values are the draft's own, as in a copy of the model without the sublayers; in decoding here they are the
+        target's up to the round.
+        """
+        cache = self._target.new_cache(token_ids.shape[1])
+        self._target.run(self._part, token_ids[:, :first], cache, 0, last_only=True)
+        return self._target.run(self._part, token_ids[:, first:], cache, first).logits
+
     def rounds(self, token_ids: Tensor, cache: RoundsCache) -> Iterator[Tensor]:
         """Yield logits [rounds, depth, vocabulary] of many rounds whose drafts `token_ids` [rounds, depth] are known.
 

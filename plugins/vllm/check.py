@@ -95,14 +95,14 @@ class Engine:
         )
         self.texts: list[list[int]] = []
         self.seconds: list[float] = []
-        self.counts = {"rounds": 0, "drafted": 0, "accepted": 0}
+        self.counts = {"rounds": 0, "drafted": 0, "accepted": 0, "preempted": 0}
         self.lengths: set[int] = set()
         self._count()
 
     def _count(self) -> None:
         """Count in the scheduler: the engines of one process share their metrics."""
         scheduler: Any = self.llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
-        own = scheduler.make_spec_decoding_stats
+        own, preempt = scheduler.make_spec_decoding_stats, scheduler._preempt_request
 
         def counting(stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *rest: Any, **more: Any) -> Any:
             if num_draft_tokens:
@@ -112,7 +112,11 @@ class Engine:
                 self.lengths.add(num_draft_tokens)
             return own(stats, num_draft_tokens, num_accepted_tokens, *rest, **more)
 
-        scheduler.make_spec_decoding_stats = counting
+        def preempting(*given: Any, **more: Any) -> Any:
+            self.counts["preempted"] += 1
+            return preempt(*given, **more)
+
+        scheduler.make_spec_decoding_stats, scheduler._preempt_request = counting, preempting
 
     @property
     def cache_layers(self) -> int:

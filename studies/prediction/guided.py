@@ -179,7 +179,10 @@ class GuidedSearch:
             return
         parts = self.predictor.parts
         predicted = [sample for sample in measurement.samples if sample.prompt in parts]
-        if sum(sample.texts.count for sample in predicted) >= FEWEST_SAMPLES:
+        # A trial decodes with the target's keys: of a draft that is to have its own, its speed says nothing.
+        survey = self.predictor.survey
+        is_alike = not survey.own_keys or draft.has_targets_keys(survey.target.num_layers)
+        if is_alike and sum(sample.texts.count for sample in predicted) >= FEWEST_SAMPLES:
             on_these = prediction.replayed.speedup_on([part for sample in predicted for part in parts[sample.prompt]])
             self._residual.learn(prediction, Measurement(samples=tuple(predicted)).speedup, on_these)
         if record.state is TrialState.COMPLETE:

@@ -75,7 +75,7 @@ class Survey:
     `prompts` and `continuations` are token ids. A continuation begins with the prefill's token; continuations of a single token
     are skipped. Raises ValueError if none is left. `heads` holds the exit heads. Naming exits that will be recorded as `exits`
     saves a second pass over the sequences, as far as their states fit in `limits.kept`; by default limits follow from the size
-    of the model.
+    of the model. With `own_keys`, skip sets read keys and values of their own throughout, as an exported copy of the model does.
     """
 
     def __init__(
@@ -90,8 +90,10 @@ class Survey:
         depth: int = DEPTH,
         exits: Iterable[Draft] = (),
         limits: MemoryLimits | None = None,
+        own_keys: bool = False,
     ) -> None:
         self.target = target
+        self.own_keys = own_keys
         self._limits = limits = limits or MemoryLimits.beside(_weight_bytes(target))
         self._decoding, self._seed, self._heads, self._depth = decoding, seed, heads, depth
         self._recordings: dict[Draft, list[Recording]] = {}
@@ -173,8 +175,10 @@ class Survey:
 
     def skip_logits(self, draft: LayerSkip) -> Iterator[Tensor]:
         """Yield the logits [positions, vocabulary] of a skip set on each sequence: few sequences' are in memory at a time."""
-        cache, token_ids = self.rounds
         view = DraftView(self.target, draft.skip_attention, draft.skip_mlp, keep_boundary=False, bits=draft.bits)
+        if self.own_keys:
+            return (view.alone(text.token_ids, text.first) for text in self._texts)
+        cache, token_ids = self.rounds
         return self._of_texts(view.rounds(token_ids, cache))
 
     def exit_logits(self, draft: EarlyExit) -> Iterator[Tensor]:
@@ -299,7 +303,7 @@ class JoinedSurvey:
     """
 
     def __init__(self, first: Survey, second: Survey, num_given: int) -> None:
-        self.target = first.target
+        self.target, self.own_keys = first.target, first.own_keys
         self.indices = (*first.indices, *(num_given + index for index in second.indices))
         self._first, self._second = first, second
 

@@ -180,6 +180,7 @@ class PoolSurveys:
             seed=problem.seed + sequences.start,
             heads=problem.heads,
             exits=exits,
+            own_keys=problem.own_keys,
         )
 
 

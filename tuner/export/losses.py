@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -20,6 +20,16 @@ Fate = tuple[str, str, str, str]
 """One part of a profile, what it is there, `kept`, `changed` or `lost`, and what it is in the engine."""
 
 
+class Agreement(NamedTuple):
+    """How often a draft's next token is the model's, on texts that the model has written."""
+
+    as_tuned: float
+    """With the target's keys and values, as sdtune decodes."""
+    as_copied: float
+    """With keys and values of the copy's own stack."""
+    positions: int
+
+
 @dataclass(frozen=True)
 class DraftCost:
     """Memory that a draft model adds, and the proof that it is the profile's draft."""
@@ -28,6 +38,8 @@ class DraftCost:
     cache_bytes_per_token: float
     positions: int
     """Positions whose logits were compared, all with difference 0."""
+    agreement: Agreement | None = None
+    """None for a draft whose keys and values are the target's anyway."""
 
 
 def losses_text(plan: Plan, engine: Engine, cost: DraftCost | None, dropped: Collection[str]) -> str:
@@ -137,8 +149,21 @@ def _costs(plan: Plan, cost: DraftCost | None) -> list[str]:
         f"It reads each prompt itself, with {len(plan.shape.sources)} layers beside the target's {plan.shape.num_target_layers}, "
         "before the first token.",
         "",
+        *_own_keys(cost.agreement),
         f"Reloaded from disk by transformers, its logits are the profile's draft's, bit for bit, at {cost.positions} positions "
         "(max difference 0).",
+        "",
+    ]
+
+
+def _own_keys(agreement: Agreement | None) -> list[str]:
+    if agreement is None:
+        return []
+    return [
+        "**Keys and values are computed by its own layers**, where the tuned draft reads the target's. On "
+        f"{agreement.positions} tokens the next one is the model's at {agreement.as_copied:.0%}, and at "
+        f"{agreement.as_tuned:.0%} as it was tuned: fewer drafts are accepted here. `sdtune search --deploy-to` rates such "
+        "drafts as they run here, and vLLM with the plugin `sdtune-vllm` runs them as they were tuned.",
         "",
     ]
 

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, cast
 
+import torch
 from transformers.utils import cached_file
 
+from decoding.decode import Request
+from decoding.decoder import plain_decoder
 from decoding.deploy import load_decoder
 from decoding.deploy.mismatch import check_target
 from decoding.head_folder import HeadFolder
 from decoding.profile import DraftProfile
 from decoding.target import ExitHead, Target
-from tuner.errors import ExportError
+from decoding.text import Ending
+from studies.prediction.survey import Survey
+from tuner.errors import DatasetError, ExportError
 from tuner.export.checkpoint import check_draft, copy_tokenizer, write_checkpoint
 from tuner.export.engines.registry import load_engine
 from tuner.export.folder import check_out, new_folder, write_model_folder
-from tuner.export.losses import LOSSES, MEBIBYTE, DraftCost, losses_text
+from tuner.export.losses import LOSSES, MEBIBYTE, Agreement, DraftCost, losses_text
 from tuner.export.plan import DRAFT_FOLDER, Plan, plan_for
 from tuner.export.schedule import read_schedule
 from tuner.export.settings import FOLDER
 from tuner.export.shape import reduced
+from tuner.fields import PromptSettings
+from tuner.inputs.held_out import find_prompts
 from tuner.inputs.models import Loaded, load_target
 
 if TYPE_CHECKING:
@@ -37,6 +45,8 @@ if TYPE_CHECKING:
 PROFILE, README = "profile.yaml", "README.md"
 GENERATION_CONFIG = "generation_config.json"
 GATE_TOKENS = 48
+AGREEMENT_PROMPTS, AGREEMENT_TOKENS = 4, 32
+"""On which a draft with keys of its own is compared with the tuned one."""
 USUAL_TEXT = (
     "def add(left, right):\n    return left + right\n\nThe quick brown fox jumps over the lazy dog, and then it sleeps."
 )
@@ -168,7 +178,40 @@ def write_draft(
         f"draft: {plan.shape.describe()}, {num_bytes / MEBIBYTE:.1f} MiB; logits equal at {len(text)} positions "
         "(max difference 0)"
     )
-    return DraftCost(num_bytes, cache_bytes, len(text))
+    agreement = None if draft.has_targets_keys(target.num_layers) else _agreement(target, source, draft)
+    return DraftCost(num_bytes, cache_bytes, len(text), agreement)
+
+
+@torch.inference_mode()
+def _agreement(target: Target, source: Source, draft: DraftDocument) -> Agreement:
+    """Return how often a draft agrees with the target, with keys of its own and with the target's.
+
+    On held-out prompts of the search, if they are found.
+    """
+    tokenizer, facts = source.loaded.tokenizer, source.profile.measured and source.profile.measured.dataset
+    prompts: list[Sequence[int]] = [tokenizer(USUAL_TEXT)["input_ids"]]
+    if facts:
+        with suppress(DatasetError):  # it is not here: any text shows the difference
+            found, _ = find_prompts(
+                facts.name,
+                tokenizer,
+                facts,
+                PromptSettings(),
+                num_tuning=None,
+                num_held_out=min(AGREEMENT_PROMPTS, facts.held_out_prompts),
+                max_new_tokens=AGREEMENT_TOKENS,
+                context_length=target.context_length,
+                seed=0,
+            )
+            prompts = [prompt.token_ids for prompt in found.held_out]
+    decoder = plain_decoder(target)
+    texts = [decoder.generate(Request(tuple(prompt), Ending(AGREEMENT_TOKENS))).tokens for prompt in prompts]
+    alone = draft.having(lookup=None, tree=None)
+    tuned, copied = (
+        [each.matches for each in Survey(target, prompts, texts, own_keys=own).record(alone)] for own in (False, True)
+    )
+    positions = sum(map(len, tuned))
+    return Agreement(sum(map(sum, tuned)) / positions, sum(map(sum, copied)) / positions, positions)
 
 
 def _write_settings(plan: Plan, engine: Engine, building: Path, losses: str) -> None:

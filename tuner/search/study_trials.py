@@ -162,6 +162,7 @@ def build_problem(
         continuations=bench.continuations,
         earlier=earlier,
         seed=task.config.seed,
+        own_keys=task.deployment is not None,
         batch_size=bench.batch_size,
         decoding=task.decoding,
         head_drafts=heads,

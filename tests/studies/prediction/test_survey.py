@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from decoding.cache import rounds_cache
 from decoding.cache.rounds_cache import MemoryLimits
@@ -26,6 +27,8 @@ from studies.prediction.survey import JoinedSurvey, Survey
 from tests.support.fake_8b import PeakBytes
 from tests.support.heads import write_heads
 from tests.support.tiny import tiny_target
+from tuner.export.checkpoint import write_checkpoint
+from tuner.export.shape import DraftShape
 
 NUM_LAYERS = 6
 PROMPTS = ((3, 9, 27, 14, 42, 5), (8, 2, 2, 31), (50, 17, 33, 4, 21, 60, 7, 12))
@@ -174,3 +177,24 @@ def test_logits_of_a_few_rounds_at_a_time_are_compared(target: Target) -> None:
         peaks.append(memory.peak)
     assert peaks[0] < peaks[1] - 20 * logits_bytes
     assert [each.matches for each in recorded[0]] == [each.matches for each in recorded[1]]
+
+
+@torch.inference_mode()
+def test_a_copy_with_keys_of_its_own_drafts_otherwise_than_decoding_unless_it_is_the_first_blocks(
+    target: Target, texts: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    here, copied = (Survey(target, PROMPTS, texts, own_keys=own) for own in (False, True))
+    draft = SKIPS[0]
+    assert copied.record(draft)[0] != here.record(draft)[0]
+    write_checkpoint(target, DraftShape((0, 1, 3, 5), has_head=False, num_target_layers=NUM_LAYERS), None, tmp_path)
+    copy = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for prompt, text, logits in zip(PROMPTS, texts, copied.skip_logits(draft), strict=False):
+        expected = copy(torch.tensor([[*prompt, *text[:-1]]])).logits[0, len(prompt) :]
+        assert torch.allclose(logits, expected, atol=1e-4)
+    first = LayerSkip.blocks([3, 4, 5])
+    assert [each.matches for each in copied.record(first)] == [each.matches for each in here.record(first)]
+    assert [each.has_targets_keys(NUM_LAYERS) for each in (first, draft, EarlyExit(exit_layer=2))] == [
+        True,
+        False,
+        True,
+    ]

@@ -104,6 +104,8 @@ def test_a_moved_export_starts_its_engine_in_place_of_the_shell(export: Export, 
     assert '"${MODEL:-/' in (moved / ("convert.sh" if to == "llama.cpp" else "launch.sh")).read_text()
     written = [path.read_text() for path in moved.iterdir() if path.is_file() and path.name != "profile.yaml"]
     assert not [text for text in written if f"{tmp_path}/it" in text]
+    assert "at 100% as it was tuned" not in (losses := (moved / "LOSSES.md").read_text())
+    assert "Keys and values are computed by its own layers" in losses
     readme = (moved / "README.md").read_text()
     assert "./launch.sh" in readme
     if to == "llama.cpp":
