@@ -35,6 +35,8 @@ from decoding.draft_length import Fixed  # noqa: E402 - after the environment
 from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft  # noqa: E402
 from decoding.profile import DraftProfile  # noqa: E402
 
+LEAST_P = 0.001
+"""p-value below which sampled texts are taken for those of another distribution."""
 PLAIN, PROFILE, NOTHING_SKIPPED = "plain", "profile", "nothing skipped"
 
 
@@ -97,6 +99,8 @@ class Engine:
         self.seconds: list[float] = []
         self.counts = {"rounds": 0, "drafted": 0, "accepted": 0, "preempted": 0}
         self.lengths: set[int] = set()
+        self.p_value: float | None = None
+        """Of the sampled texts having plain decoding's distribution."""
         self._count()
 
     def _count(self) -> None:
@@ -140,6 +144,32 @@ def speed_up(plain: Sequence[float], own: Sequence[float]) -> tuple[float, float
     return sum(plain) / sum(own), found[50], found[1949]
 
 
+def sampled(engine: Engine, prompt: str, count: int) -> list[tuple[int, ...]]:
+    """Return sampled continuations of three tokens, of the three most likely each time: 27 outcomes at most."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=1.0, top_k=3, max_tokens=3)
+    answers = engine.llm.generate([prompt] * count, params, use_tqdm=False)
+    return [tuple(answer.outputs[0].token_ids) for answer in answers]
+
+
+def same_distribution(one: Sequence[tuple[int, ...]], other: Sequence[tuple[int, ...]]) -> float:
+    """Return the p-value of the chi-square statistic of two samples, by 2,000 permutations of their union."""
+    import numpy as np
+
+    names = sorted({*one, *other})
+    both, size = np.array([names.index(each) for each in (*one, *other)]), len(one)
+    total = np.bincount(both, minlength=len(names))
+
+    def statistic(of_one: Any) -> float:
+        expected = total * size / len(both)
+        return float(((of_one - expected) ** 2 / expected).sum())
+
+    seen, source = statistic(np.bincount(both[:size], minlength=len(names))), np.random.default_rng(0)
+    drawn = [statistic(np.bincount(source.permutation(both)[:size], minlength=len(names))) for _ in range(2000)]
+    return sum(each >= seen for each in drawn) / len(drawn)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", type=Path, required=True)
@@ -157,6 +187,9 @@ def main() -> int:
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--cache-mib", type=int, default=256)
     parser.add_argument("--engine", default="{}", help="further settings of vLLM's LLM, as JSON")
+    parser.add_argument(
+        "--sampled", type=int, default=0, help="texts to sample with each engine; their distributions are compared"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     from vllm import SamplingParams
@@ -189,6 +222,10 @@ def main() -> int:
             order = list(engines)
             for name in order[turn % len(order) :] + order[: turn % len(order)]:
                 engines[name].write(group, params)
+        if args.sampled:
+            texts = {name: sampled(engine, prompts[0], args.sampled) for name, engine in engines.items()}
+            for name, engine in engines.items():
+                engine.p_value = same_distribution(texts[PLAIN], texts[name])
     return report(engines, args)
 
 
@@ -200,7 +237,7 @@ def report(engines: dict[str, Engine], args: argparse.Namespace) -> int:
     for name, engine in engines.items():
         identical = sum(one == other for one, other in zip(engine.texts, plain.texts, strict=True))
         value, low, high = speed_up(plain.seconds, engine.seconds)
-        wrong += len(engine.texts) - identical
+        wrong += len(engine.texts) - identical + (engine.p_value is not None and engine.p_value < LEAST_P)
         found[name] = {
             "identical": identical,
             "texts": len(engine.texts),
@@ -208,12 +245,14 @@ def report(engines: dict[str, Engine], args: argparse.Namespace) -> int:
             "ci95": [low, high],
             "cache_layers": engine.cache_layers,
             "lengths": sorted(engine.lengths),
+            "sampled_p_value": engine.p_value,
             **engine.counts,
         }
         rate = engine.counts["accepted"] / engine.counts["drafted"] if engine.counts["drafted"] else math.nan
         print(
             f"{name:26} identical {identical}/{len(engine.texts)}  {value:.2f} [{low:.2f}, {high:.2f}]  accepted {rate:.0%}"
             f"  {engine.counts}  layers {engine.cache_layers}  lengths {sorted(engine.lengths)}"
+            + ("" if engine.p_value is None else f"  sampled p {engine.p_value:.3f}")
         )
     if args.json:
         facts = {"vllm": vllm.__version__, "torch": torch.__version__, "command": " ".join(sys.argv[1:])}
