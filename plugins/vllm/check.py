@@ -16,6 +16,7 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from decoding.draft_length import Fixed  # noqa: E402 - after the environment
 from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft  # noqa: E402
 from decoding.profile import DraftProfile  # noqa: E402
 
+LEAST_COUNT = 10
 LEAST_P = 0.001
 """p-value below which sampled texts are taken for those of another distribution."""
 PLAIN, PROFILE, NOTHING_SKIPPED = "plain", "profile", "nothing skipped"
@@ -88,12 +90,11 @@ class Engine:
             model=model,
             dtype=args.dtype,
             enforce_eager=True,
-            seed=0,
             max_model_len=args.max_model_len,
             max_num_seqs=max(2, args.batch),
             kv_cache_memory_bytes=args.cache_mib * 2**20,
             disable_log_stats=False,
-            **(drafting | json.loads(args.engine)),
+            **({"seed": 0} | drafting | json.loads(args.engine)),
         )
         self.texts: list[list[int]] = []
         self.seconds: list[float] = []
@@ -145,21 +146,23 @@ def speed_up(plain: Sequence[float], own: Sequence[float]) -> tuple[float, float
 
 
 def sampled(engine: Engine, prompt: str, count: int) -> list[tuple[int, ...]]:
-    """Return sampled continuations of three tokens, of the three most likely each time: 27 outcomes at most."""
+    """Return sampled continuations of three tokens, at a temperature at which a few are frequent."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=1.0, top_k=3, max_tokens=3)
+    params = SamplingParams(temperature=0.5, max_tokens=3)
     answers = engine.llm.generate([prompt] * count, params, use_tqdm=False)
     return [tuple(answer.outputs[0].token_ids) for answer in answers]
 
 
 def same_distribution(one: Sequence[tuple[int, ...]], other: Sequence[tuple[int, ...]]) -> float:
-    """Return the p-value of the chi-square statistic of two samples, by 2,000 permutations of their union."""
+    """Return the p-value of the chi-square statistic of two samples, by 2,000 permutations; rare texts count as one."""
     import numpy as np
 
-    names = sorted({*one, *other})
-    both, size = np.array([names.index(each) for each in (*one, *other)]), len(one)
-    total = np.bincount(both, minlength=len(names))
+    counts = Counter([*one, *other])
+    names = [(), *(text for text, count in counts.items() if count >= LEAST_COUNT)]
+    both = np.array([names.index(text) if text in names else 0 for text in (*one, *other)])
+    size = len(one)
+    total = np.maximum(np.bincount(both, minlength=len(names)), 1e-9)
 
     def statistic(of_one: Any) -> float:
         expected = total * size / len(both)

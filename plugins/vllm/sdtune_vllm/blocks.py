@@ -89,7 +89,8 @@ def load_head(target: nn.Module, config: Any, file: Path) -> nn.Module:
     from vllm.config import set_current_vllm_config
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    layers: Any = target.model.layers
+    model: Any = target.model
+    layers = model.layers
     kind, prefix = type(layers[0]), f"{HEAD}.layers.{len(layers)}"
     known = {
         "vllm_config": config,
@@ -107,7 +108,7 @@ def load_head(target: nn.Module, config: Any, file: Path) -> nn.Module:
         head: nn.Module = kind(**{name: value for name, value in known.items() if name in wanted})
     _load(head, file)
     for module in head.modules():  # as vLLM's loader does: on a CPU weights are packed
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if hasattr(method, "process_weights_after_loading"):
             method.process_weights_after_loading(module)
     return head.eval()

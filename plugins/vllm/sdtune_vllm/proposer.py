@@ -76,6 +76,9 @@ class SelfDraft:
             name, length = batch.req_ids[row], int(batch.num_tokens_no_spec[row])
             verified = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
             room = min(most, self._config.model_config.max_model_len - length - 1)
+            # On a CPU, the rejection sampler of vLLM 0.32 draws another distribution than the target's, with its own n-grams too.
+            if runner.device.type == "cpu" and batch.temperature_cpu[row] > 0:
+                room = 0
             text = batch.token_ids_cpu[row, :length]
             turns.append(self._requests.begin(name, row, text, verified, len(tokens) - 1, room))
         self._write(runner, list(wanting_passes(turns)))
