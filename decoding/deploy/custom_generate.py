@@ -110,6 +110,9 @@ class ProfileDecoder:
         # With `plain`, a wrong file is found at the first use, as any other mismatch is.
         self._heads_folder = None if on_mismatch == "plain" else _checked_heads_folder(profile, folder)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.profile.name}: {self.profile.draft.describe()}>"
+
     def generate(
         self,
         model: PreTrainedModel,

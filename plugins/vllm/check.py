@@ -180,7 +180,7 @@ def main() -> int:
     parser.add_argument("--model", help="default: the profile's")
     parser.add_argument("--copy", type=Path, help="draft folder of `sdtune export --to vllm`, to compare with")
     parser.add_argument("--copy-tokens", type=int, default=4)
-    parser.add_argument("--only", help="names of variants, separated by commas")
+    parser.add_argument("--only", action="append", metavar="NAME", help="run this draft only; may be repeated")
     parser.add_argument("--prompts", type=int, default=30)
     parser.add_argument("--skip", type=int, default=0, help="prompts to leave out at the beginning")
     parser.add_argument("--tokens", type=int, default=40)
@@ -207,7 +207,7 @@ def main() -> int:
             file = profile.draft.trained_head.file
             (Path(folder) / file).symlink_to((args.profile.parent / file).absolute())
         for name, variant in variants(profile):
-            if args.only and name not in args.only.split(","):
+            if args.only and name not in args.only:
                 continue
             path = Path(folder) / f"{name.replace(' ', '_')}.yaml"
             variant.save(path)

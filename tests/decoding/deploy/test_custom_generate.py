@@ -77,6 +77,7 @@ GREEDY: list[dict[str, Any]] = [
 
 
 def test_greedy_tokens_are_those_of_generate(model: LlamaForCausalLM, decoder: ProfileDecoder) -> None:
+    assert repr(decoder) == f"<ProfileDecoder {decoder.profile.name}: {decoder.profile.draft.describe()}>"
     for settings in GREEDY:
         plain = model.generate(PROMPT, do_sample=False, **settings)
         found = model.generate(PROMPT, do_sample=False, custom_generate=decoder, **settings)
