@@ -114,7 +114,7 @@ def test_passwords_are_not_shown(tmp_path: Path, checkpoint: Path) -> None:
     places = ["--set", f"tracking_uri=sqlite:///{tmp_path / 'mlflow.db'}", "--out", str(tmp_path / "p.yaml")]
     search = ["search", "--model", str(checkpoint), "--dataset", str(prompts), "--threads", "1", *places]
     result = CliRunner().invoke(main, [*search, "--storage", "nodb://me:secret@host/db"])
-    refused(result, "cannot open the storage", "nodb://me:***@host/db")
+    refused(result, "is no address of a database", "nodb://me:***@host/db")
     assert "secret" not in result.output
 
 

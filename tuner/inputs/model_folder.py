@@ -32,10 +32,14 @@ def check_folder(name: str) -> None:
         raise ConfigError(f"{name} is a file: give the folder of the model, which has a config.json")
     if path.exists() and not (path / "config.json").exists():
         raise ConfigError(f"{name} is not a model folder: it has no config.json, which `save_pretrained` writes")
-    if path.is_dir() and not _has_weights(path):
-        raise ConfigError(f"{name} is not a model folder: it has no weights, such as model.safetensors")
     if not path.exists() and _HUB_ID.fullmatch(name) is None:
         raise ConfigError(f"no such model: there is no folder {name}, and a name on the hub is owner/name")
+
+
+def check_weights(name: str) -> None:
+    """Raise `ConfigError` if `name` is a folder without weights; its configuration alone tells the sizes."""
+    if Path(name).is_dir() and not _has_weights(Path(name)):
+        raise ConfigError(f"{name} is not a model folder: it has no weights, such as model.safetensors")
 
 
 def _only_gguf(folder: Path) -> bool:

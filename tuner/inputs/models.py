@@ -18,7 +18,7 @@ from decoding.fingerprint import fingerprint, tokenizer_sha256
 from decoding.profile import DraftProfile, TargetIdentity
 from tuner.errors import ConfigError
 from tuner.inputs.checkpoint import readable, refuse_growing_text, refuse_unusable
-from tuner.inputs.model_folder import check_folder
+from tuner.inputs.model_folder import check_folder, check_weights
 
 if TYPE_CHECKING:
     from decoding.target import Target
@@ -54,6 +54,7 @@ def load(name: str, *, revision: str | None = None, dtype: str = "auto", device:
     torch_device = resolve_device(device)
     spread = {"device_map": "auto"} if device == SPREAD else {}
     check_folder(name)
+    check_weights(name)
     wanted = DTYPES.get(dtype) or (torch.float32 if torch_device.type == "cpu" else "auto")
     with quiet(), readable(name, "is neither a model folder nor available from the hub"):
         refuse_unusable(name, revision)
