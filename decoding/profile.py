@@ -297,6 +297,12 @@ class DraftProfile(Document):
         self.draft.check(self.target.num_layers)
         return self
 
+    @property
+    def longest_draft(self) -> int:
+        """Most tokens that a round drafts or copies."""
+        lookup = self.draft.parts.lookup
+        return max(self.draft_length.max_tokens, 0 if lookup is None else lookup.max_tokens)
+
     @classmethod
     def load(cls, path: str | Path) -> DraftProfile:
         """Read a profile. Raises `ProfileError` with the file, the wrong key and the valid values."""

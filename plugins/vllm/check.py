@@ -30,7 +30,6 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
-from sdtune_vllm.settings import most_drafted  # noqa: E402
 
 from decoding.draft_length import Fixed  # noqa: E402 - after the environment
 from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft  # noqa: E402
@@ -69,23 +68,14 @@ def variants(profile: DraftProfile) -> Iterator[tuple[str, DraftProfile]]:
 class Engine:
     """One engine, its texts, and what its scheduler counted."""
 
-    def __init__(self, model: str, profile: Path | None, most: int, args: argparse.Namespace) -> None:
+    def __init__(self, model: str, args: argparse.Namespace, profile: Path | None = None, **drafting: Any) -> None:
+        """Start plain decoding, or with the settings of `speculative_config` in `drafting`; with a profile, by the plugin."""
         from vllm import LLM
 
-        drafting: dict[str, Any] = {}
+        settings: dict[str, Any] = {"speculative_config": drafting} if drafting else {}
         if profile is not None:
-            drafting = {
-                "speculative_config": {
-                    "method": "custom_class",
-                    "model": "sdtune_vllm.proposer.SelfDraft",
-                    "num_speculative_tokens": most,
-                },
-                "additional_config": {"sdtune": {"profile": str(profile)}},
-            }
-        elif most:
-            drafting = {
-                "speculative_config": {"method": "draft_model", "model": str(args.copy), "num_speculative_tokens": most}
-            }
+            drafting |= {"method": "custom_class", "model": "sdtune_vllm.proposer.SelfDraft"}
+            settings = {"speculative_config": drafting, "additional_config": {"sdtune": {"profile": str(profile)}}}
         self.llm = LLM(
             model=model,
             dtype=args.dtype,
@@ -94,7 +84,7 @@ class Engine:
             max_num_seqs=max(2, args.batch),
             kv_cache_memory_bytes=args.cache_mib * 2**20,
             disable_log_stats=False,
-            **({"seed": 0} | drafting | json.loads(args.engine)),
+            **({"seed": 0} | settings | json.loads(args.engine)),
         )
         self.texts: list[list[int]] = []
         self.seconds: list[float] = []
@@ -182,7 +172,8 @@ def main() -> int:
     parser.add_argument("--copy-tokens", type=int, default=4)
     parser.add_argument("--only", action="append", metavar="NAME", help="run this draft only; may be repeated")
     parser.add_argument("--prompts", type=int, default=30)
-    parser.add_argument("--skip", type=int, default=0, help="prompts to leave out at the beginning")
+    parser.add_argument("--rows", help="rows of the dataset from 0, such as 3,10,37: those that no search has tuned on")
+    parser.add_argument("--ngram", help="also run vLLM's own n-grams, as LONGEST,SHORTEST,TOKENS")
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--batch", type=int, default=1, help="requests side by side")
     parser.add_argument("--passes", type=int, default=1, help="the second finds the prefix cache")
@@ -200,8 +191,8 @@ def main() -> int:
     profile = DraftProfile.load(args.profile)
     model = args.model or profile.target.model
     rows = [json.loads(line)["prompt"] for line in args.dataset.read_text(encoding="utf-8").splitlines()]
-    prompts = rows[args.skip : args.skip + args.prompts]
-    engines = {PLAIN: Engine(model, None, 0, args)}
+    prompts = [rows[int(each)] for each in args.rows.split(",")] if args.rows else rows[: args.prompts]
+    engines = {PLAIN: Engine(model, args)}
     with tempfile.TemporaryDirectory() as folder:
         if profile.draft.trained_head is not None:
             file = profile.draft.trained_head.file
@@ -211,9 +202,14 @@ def main() -> int:
                 continue
             path = Path(folder) / f"{name.replace(' ', '_')}.yaml"
             variant.save(path)
-            engines[name] = Engine(model, path, most_drafted(variant), args)
+            engines[name] = Engine(model, args, path, num_speculative_tokens=variant.longest_draft)
         if args.copy:
-            engines["exported copy"] = Engine(model, None, args.copy_tokens, args)
+            copy = {"method": "draft_model", "model": str(args.copy), "num_speculative_tokens": args.copy_tokens}
+            engines["exported copy"] = Engine(model, args, **copy)
+        if args.ngram:  # last: engines that start after it in one process fail
+            longest, shortest, most = map(int, args.ngram.split(","))
+            ngrams = {"prompt_lookup_max": longest, "prompt_lookup_min": shortest, "num_speculative_tokens": most}
+            engines["vLLM's n-grams"] = Engine(model, args, method="ngram", **ngrams)
         params = SamplingParams(temperature=0, max_tokens=args.tokens)
         for engine in engines.values():  # what a first pass compiles is not timed
             engine.write(prompts[:1], SamplingParams(temperature=0, max_tokens=4))

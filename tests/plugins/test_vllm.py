@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from decoding.draft_length import AdaEdl, AnyRule, DraftDistribution, Fixed, TopProbability
+from decoding.draft_length import AdaEdl, AnyRule, BetaThompson, DraftDistribution, Fixed, TopProbability
 from decoding.drafts import Draft, EarlyExit, FixedLeaves, LayerSkip, Lookup, PlainDecoding, PromptLookup, SuffixDraft
 from decoding.exit_heads import file_sha256
 from decoding.profile import Decoding, DraftProfile, TargetIdentity
@@ -116,7 +116,7 @@ def test_what_cannot_be_done_is_refused_at_the_start(
 
 
 def test_a_profile_that_fits_is_taken(tmp_path: Path) -> None:
-    from sdtune_vllm.settings import UnsupportedError, check, most_drafted, profile_of
+    from sdtune_vllm.settings import UnsupportedError, check, profile_of
 
     head = tmp_path / "head.safetensors"
     head.write_bytes(b"weights")
@@ -125,7 +125,10 @@ def test_a_profile_that_fits_is_taken(tmp_path: Path) -> None:
     config = engine(additional_config={"sdtune": {"profile": str(tmp_path / "p.yaml")}})
     profile, folder = profile_of(config)
     check(config, profile, folder)
-    assert most_drafted(profile) == 5
+    assert profile.longest_draft == 5
+    waiting = profile.model_copy(update={"draft_length": BetaThompson()})
+    with pytest.raises(UnsupportedError, match="nothing measures them in vLLM"):
+        check(config, waiting, folder)
     exact = profile.model_copy(update={"decoding": Decoding(runner="static", exact_width=8)})
     with pytest.raises(UnsupportedError, match="bit-exact"):
         check(config, exact, folder)

@@ -11,11 +11,14 @@ from decoding.profile import DraftProfile
 
 def native_command(profile: DraftProfile, path: Path) -> str | None:
     """Return the command by which vLLM drafts with a profile itself, with the plugin of `plugins/vllm`; None if that cannot."""
-    draft, lookup, head = profile.draft, profile.draft.parts.lookup, profile.draft.trained_head
+    draft, head = profile.draft, profile.draft.trained_head
     if not draft.drafts or draft.parts.bits or draft.parts.tree or (head is not None and head.is_autoregressive):
         return None
-    most = max(profile.draft_length.max_tokens, 0 if lookup is None else lookup.max_tokens)
-    speculative = {"method": "custom_class", "model": "sdtune_vllm.proposer.SelfDraft", "num_speculative_tokens": most}
+    speculative = {
+        "method": "custom_class",
+        "model": "sdtune_vllm.proposer.SelfDraft",
+        "num_speculative_tokens": profile.longest_draft,
+    }
     flags = {
         "--dtype": profile.target.dtype,
         "--speculative-config": json.dumps(speculative),

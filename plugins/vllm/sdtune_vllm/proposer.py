@@ -21,7 +21,7 @@ from decoding.draft_length.contract import entropy, top_probability
 from sdtune_vllm import problem
 from sdtune_vllm.blocks import Step, is_of_head, load_head, on_device, run, steps_of
 from sdtune_vllm.requests import DraftingRequests, Turn, wanting_passes
-from sdtune_vllm.settings import UnsupportedError, check, most_drafted, profile_of
+from sdtune_vllm.settings import UnsupportedError, check, profile_of
 
 logger = logging.getLogger("vllm.sdtune")
 
@@ -38,7 +38,7 @@ class SelfDraft:
         self._draft, head = self._profile.draft, self._profile.draft.trained_head
         self._head_file = None if head is None else folder / head.file
         self._most = vllm_config.speculative_config.num_speculative_tokens
-        if self._most < most_drafted(self._profile):
+        if self._most < self._profile.longest_draft:
             logger.warning("num_speculative_tokens cuts the drafts of %s to %d tokens", self._profile.name, self._most)
         self._requests = DraftingRequests(self._draft, self._profile.draft_length)
         self.reads_states = head is not None

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from decoding.draft_length import DraftLengthRule
+from decoding.draft_length import CostAwareRule, DraftLengthRule
 from decoding.drafts import DraftDocument, EarlyExit, LayerSkip
 from decoding.profile import DraftProfile
 
@@ -59,6 +59,8 @@ def _of_draft(draft: DraftDocument, rule: DraftLengthRule, folder: Path) -> Any:
         yield f"the draft has int{draft.parts.bits} weights, which vLLM does not make: tune with `sdtune search --deploy-to vllm`"
     if draft.parts.tree is not None:
         yield "side leaves are not verified by vLLM: tune with `sdtune search --deploy-to vllm`"
+    if isinstance(rule, CostAwareRule) and rule.costs is None:
+        yield f"the rule {rule.rule} weighs costs, which the profile does not have: nothing measures them in vLLM"
     if draft.runs_model and not isinstance(draft, EarlyExit | LayerSkip):
         yield f"{draft.describe()} does not run in vLLM: skip sets, early exits and copies do"
     if (head := draft.trained_head) is not None:
@@ -68,9 +70,3 @@ def _of_draft(draft: DraftDocument, rule: DraftLengthRule, folder: Path) -> Any:
             yield f"there is no {path}, which the profile names"
         elif hashlib.sha256(path.read_bytes()).hexdigest() != head.sha256:
             yield f"{path} is not the head that the profile names: its contents differ"
-
-
-def most_drafted(profile: DraftProfile) -> int:
-    """Return the longest draft of a profile: `num_speculative_tokens` should not be below."""
-    lookup = profile.draft.parts.lookup
-    return max(profile.draft_length.max_tokens, lookup.max_tokens if lookup else 0)
