@@ -68,7 +68,7 @@ def variants(profile: DraftProfile) -> Iterator[tuple[str, DraftProfile]]:
 class Engine:
     """One engine, its texts, and what its scheduler counted."""
 
-    def __init__(self, model: str, args: argparse.Namespace, profile: Path | None = None, **drafting: Any) -> None:
+    def __init__(self, served: str, args: argparse.Namespace, profile: Path | None = None, **drafting: Any) -> None:
         """Start plain decoding, or with the settings of `speculative_config` in `drafting`; with a profile, by the plugin."""
         from vllm import LLM
 
@@ -77,7 +77,7 @@ class Engine:
             drafting |= {"method": "custom_class", "model": "sdtune_vllm.proposer.SelfDraft"}
             settings = {"speculative_config": drafting, "additional_config": {"sdtune": {"profile": str(profile)}}}
         self.llm = LLM(
-            model=model,
+            model=served,
             dtype=args.dtype,
             enforce_eager=True,
             max_model_len=args.max_model_len,
