@@ -61,8 +61,9 @@ class EngineTask:
             yield client
 
     def drafts(self) -> Iterator[tuple[str, Sequence[str]]]:
-        """Yield names and flags: the export's own draft, then the others, which are numbered, as flags are long."""
+        """Yield names and flags: the export's own draft, the engine's, then the others, numbered, as flags are long."""
         yield PROFILE, self.program.draft_flags(self.plan)
+        yield from self.program.own_drafts(self.task.profile, self.task.config.profile).items()
         for number, line in enumerate(self.others, start=1):
             yield f"flags {number}", shlex.split(line.replace("{out}", str(self.plan.out)))
 
@@ -74,7 +75,10 @@ class EngineTask:
 
     def shown(self, flags: Sequence[str]) -> tuple[str, ...]:
         """Return flags without this machine's folders."""
-        return tuple(word.replace(str(self.plan.out), EXPORT) for word in flags)
+        folders = {str(self.task.config.profile): self.task.config.profile.name, str(self.plan.out): EXPORT}
+        for folder, name in folders.items():
+            flags = [word.replace(folder, name) for word in flags]
+        return tuple(flags)
 
     def facts(self) -> dict[str, Any]:
         """Return what the figures were measured with."""

@@ -13,6 +13,7 @@ from tuner.fields import PROGRAMS
 from tuner.measuring.contender import Decoded
 
 if TYPE_CHECKING:
+    from decoding.profile import DraftProfile
     from tuner.engines.server import Client
     from tuner.export.plan import Plan
 
@@ -111,6 +112,10 @@ class EngineProgram(ABC):
     @abstractmethod
     def draft_flags(self, plan: Plan) -> tuple[str, ...]:
         """Return the flags of the export's draft."""
+
+    def own_drafts(self, profile: DraftProfile, path: Path) -> dict[str, tuple[str, ...]]:
+        """Return flags of what this installation drafts without an export, by name; `path` is the profile's file."""
+        return {}
 
     @abstractmethod
     def launch(self, plan: Plan, settings: ServerSettings, port: int, draft_flags: Sequence[str]) -> Launch:

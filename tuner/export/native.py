@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
-from shlex import quote
 
 from decoding.profile import DraftProfile
 
 
-def native_command(profile: DraftProfile, path: Path) -> str | None:
-    """Return the command by which vLLM drafts with a profile itself, with the plugin of `plugins/vllm`; None if that cannot."""
+def native_flags(profile: DraftProfile, path: Path) -> tuple[str, ...] | None:
+    """Return the flags by which vLLM drafts with a profile itself, with the plugin of `plugins/vllm`; None if that cannot."""
     draft, head = profile.draft, profile.draft.trained_head
     if not draft.drafts or draft.parts.bits or draft.parts.tree or (head is not None and head.is_autoregressive):
         return None
@@ -19,10 +19,13 @@ def native_command(profile: DraftProfile, path: Path) -> str | None:
         "model": "sdtune_vllm.proposer.SelfDraft",
         "num_speculative_tokens": profile.longest_draft,
     }
-    flags = {
-        "--dtype": profile.target.dtype,
-        "--speculative-config": json.dumps(speculative),
-        "--additional-config": json.dumps({"sdtune": {"profile": str(path)}}),
-    }
-    words = [f"{name} {quote(value)}" for name, value in flags.items()]
-    return " ".join([f"vllm serve {quote(profile.target.model)}", *words])
+    additional = json.dumps({"sdtune": {"profile": str(path)}})
+    return ("--speculative-config", json.dumps(speculative), "--additional-config", additional)
+
+
+def native_command(profile: DraftProfile, path: Path) -> str | None:
+    """Return the command of a server with `native_flags`, or None."""
+    flags = native_flags(profile, path)
+    if flags is None:
+        return None
+    return shlex.join(["vllm", "serve", profile.target.model, "--dtype", profile.target.dtype, *flags])

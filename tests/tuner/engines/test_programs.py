@@ -71,6 +71,27 @@ def test_vllm_is_launched_with_the_export_as_speculative_config() -> None:
     assert launch.environment["OMP_NUM_THREADS"] == "1"
 
 
+@pytest.mark.parametrize("installed", ["sdtune-vllm", "arctic-inference", "vllm"])
+def test_vllm_also_drafts_by_what_is_installed(installed: str, tmp_path: Path) -> None:
+    """Its n-grams need nothing; the profile's own lookup gives their settings, which are comparable then."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$3" != {installed} ] || echo "$3 1.0"\n')
+    python.chmod(0o755)
+    draft = EarlyExit(exit_layer=2, lookup=Lookup(max_ngram=4, min_ngram=2, max_tokens=7))
+    profile = PLAN.profile.model_copy(update={"draft": draft})
+    found = VllmServer(python).own_drafts(profile, Path("profile.yaml"))
+    settings = {name: json.loads(flags[1]) for name, flags in found.items()}
+    ngrams = {"prompt_lookup_max": 4, "prompt_lookup_min": 2, "num_speculative_tokens": 7}
+    assert settings.pop("vLLM's n-grams") == {"method": "ngram", **ngrams}
+    assert {name: each["method"] for name, each in settings.items()} == {
+        "sdtune-vllm": {"plugin": "custom_class"},
+        "arctic-inference": {"vLLM's suffixes": "suffix"},
+        "vllm": {},
+    }[installed]
+    if "plugin" in found:
+        assert json.loads(found["plugin"][3]) == {"sdtune": {"profile": "profile.yaml"}}
+
+
 def test_llama_cpp_answers_with_its_own_timings() -> None:
     answer = {"tokens": [5, 6, 7], "timings": {"prompt_ms": 20.0, "predicted_ms": 50.0}}
     done = read_llama_cpp(answer, DraftCounts(1, 2, 1))
