@@ -114,11 +114,11 @@ class Engine:
         scheduler.make_spec_decoding_stats, scheduler._preempt_request = counting, preempting
 
     @property
-    def cache_layers(self) -> int:
-        """Layers with keys and values, those of a draft included."""
+    def cache_layers(self) -> list[int]:
+        """Layers with keys and values in each group of the cache, those of a draft included."""
         core: Any = self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
         runner = core.model_executor.driver_worker.worker.model_runner
-        return sum(len(group.layer_names) for group in runner.kv_cache_config.kv_cache_groups)
+        return [len(group.layer_names) for group in runner.kv_cache_config.kv_cache_groups]
 
     def write(self, prompts: Sequence[str], params: Any) -> None:
         began = time.process_time()
@@ -166,6 +166,9 @@ def same_distribution(one: Sequence[tuple[int, ...]], other: Sequence[tuple[int,
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", type=Path, required=True)
+    parser.add_argument(
+        "--beside", type=Path, action="append", default=[], help="further profile without a head, by name"
+    )
     parser.add_argument("--dataset", type=Path, required=True, help="JSON lines with `prompt`")
     parser.add_argument("--model", help="default: the profile's")
     parser.add_argument("--copy", type=Path, help="draft folder of `sdtune export --to vllm`, to compare with")
@@ -197,8 +200,9 @@ def main() -> int:
         if profile.draft.trained_head is not None:
             file = profile.draft.trained_head.file
             (Path(folder) / file).symlink_to((args.profile.parent / file).absolute())
-        for name, variant in variants(profile):
-            if args.only and name not in args.only:
+        others = [(path.stem, DraftProfile.load(path)) for path in args.beside]
+        for name, variant in (*variants(profile), *others):
+            if args.only and name not in args.only and (name, variant) not in others:
                 continue
             path = Path(folder) / f"{name.replace(' ', '_')}.yaml"
             variant.save(path)
@@ -250,7 +254,7 @@ def report(engines: dict[str, Engine], args: argparse.Namespace) -> int:
         rate = engine.counts["accepted"] / engine.counts["drafted"] if engine.counts["drafted"] else math.nan
         print(
             f"{name:26} identical {identical}/{len(engine.texts)}  {value:.2f} [{low:.2f}, {high:.2f}]  accepted {rate:.0%}"
-            f"  {engine.counts}  layers {engine.cache_layers}  lengths {sorted(engine.lengths)}"
+            f"  {engine.counts}  layers {'+'.join(map(str, engine.cache_layers))}  lengths {sorted(engine.lengths)}"
             + ("" if engine.p_value is None else f"  sampled p {engine.p_value:.3f}")
         )
     if args.json:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from decoding.draft_length import AdaEdl, AnyRule, BetaThompson, DraftDistribution, Fixed, TopProbability
 from decoding.drafts import Draft, EarlyExit, FixedLeaves, LayerSkip, Lookup, PlainDecoding, PromptLookup, SuffixDraft
@@ -208,3 +209,27 @@ def test_an_engine_of_another_version_is_not_changed() -> None:
     assert "_input_fits_in_drafter has other parameters" in str(sdtune_vllm._misfit("0.32.0", Config, Renamed))
     assert "no property num_lookahead_tokens" in str(sdtune_vllm._misfit("0.32.0", object, Runner))
     assert "VLLM_PLUGINS" in str(sdtune_vllm.problem())  # nobody has called `register` here
+
+
+def test_each_drafted_token_is_sampled_with_its_requests_settings() -> None:
+    """vLLM's own function leaves them undefined on a CPU, and its `top_k` fails where nothing is drafted."""
+    from sdtune_vllm import sampling
+
+    def expand_batch_to_tokens(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int, replace_to: int) -> Any:
+        return x.new_empty(num_tokens)
+
+    own = expand_batch_to_tokens
+    sampler = SimpleNamespace(apply_top_k_top_p=lambda logits, k, p: logits + k.max() + p, expand_batch_to_tokens=own)
+    assert sampling.mend(sampler) is None
+    assert sampling.mend(sampler) is None, "a second engine of the process finds it mended"
+    temperatures, counts = torch.tensor([0.0, 0.5, 2.0]), torch.tensor([2, 2, 5], dtype=torch.int32)
+    found = sampler.expand_batch_to_tokens(temperatures, counts, 5, replace_from=0, replace_to=1)
+    assert (found.dtype, found.tolist()) == (torch.float32, [1.0, 1.0, 2.0, 2.0, 2.0])
+    top_k = torch.tensor([3, 4, 5], dtype=torch.int32)
+    found = sampler.expand_batch_to_tokens(top_k, counts, 5)
+    assert (found.dtype, found.tolist()) == (torch.int32, [3, 3, 5, 5, 5])
+    nothing = torch.zeros(0, 5)
+    assert sampler.apply_top_k_top_p(nothing, nothing[:, 0], 0.0) is nothing
+    assert sampler.apply_top_k_top_p(torch.zeros(1, 5), torch.tensor([3]), 1.0).tolist() == [[4.0] * 5]
+    other = SimpleNamespace(apply_top_k_top_p=None, expand_batch_to_tokens=lambda x, counts: x)
+    assert "has other parameters" in str(sampling.mend(other))

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.sample import rejection_sampler
 
 from decoding.draft_length import DraftDistribution
 from decoding.draft_length.contract import entropy, top_probability
 from sdtune_vllm import problem
 from sdtune_vllm.blocks import Step, is_of_head, load_head, on_device, run, steps_of
 from sdtune_vllm.requests import DraftingRequests, Turn, wanting_passes
+from sdtune_vllm.sampling import mend
 from sdtune_vllm.settings import UnsupportedError, check, profile_of
 
 logger = logging.getLogger("vllm.sdtune")
@@ -31,6 +33,8 @@ class SelfDraft:
 
     def __init__(self, vllm_config: Any) -> None:
         if (reason := problem()) is not None:
+            raise UnsupportedError(reason)
+        if vllm_config.device_config.device_type == "cpu" and (reason := mend(rejection_sampler)) is not None:
             raise UnsupportedError(reason)
         self._config = vllm_config
         self._profile, folder = profile_of(vllm_config)
@@ -76,9 +80,6 @@ class SelfDraft:
             name, length = batch.req_ids[row], int(batch.num_tokens_no_spec[row])
             verified = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
             room = min(most, self._config.model_config.max_model_len - length - 1)
-            # On a CPU, the rejection sampler of vLLM 0.32 draws another distribution than the target's, with its own n-grams too.
-            if runner.device.type == "cpu" and batch.temperature_cpu[row] > 0:
-                room = 0
             text = batch.token_ids_cpu[row, :length]
             turns.append(self._requests.begin(name, row, text, verified, len(tokens) - 1, room))
         self._write(runner, list(wanting_passes(turns)))
