@@ -219,7 +219,8 @@ def test_each_drafted_token_is_sampled_with_its_requests_settings() -> None:
         return x.new_empty(num_tokens)
 
     own = expand_batch_to_tokens
-    sampler = SimpleNamespace(apply_top_k_top_p=lambda logits, k, p: logits + k.max() + p, expand_batch_to_tokens=own)
+    restrict = lambda logits, k, p: logits + k.max() + p  # noqa: E731
+    sampler = SimpleNamespace(__name__="sampler", apply_top_k_top_p=restrict, expand_batch_to_tokens=own)
     assert sampling.mend(sampler) is None
     assert sampling.mend(sampler) is None, "a second engine of the process finds it mended"
     temperatures, counts = torch.tensor([0.0, 0.5, 2.0]), torch.tensor([2, 2, 5], dtype=torch.int32)
@@ -231,5 +232,5 @@ def test_each_drafted_token_is_sampled_with_its_requests_settings() -> None:
     nothing = torch.zeros(0, 5)
     assert sampler.apply_top_k_top_p(nothing, nothing[:, 0], 0.0) is nothing
     assert sampler.apply_top_k_top_p(torch.zeros(1, 5), torch.tensor([3]), 1.0).tolist() == [[4.0] * 5]
-    other = SimpleNamespace(apply_top_k_top_p=None, expand_batch_to_tokens=lambda x, counts: x)
-    assert "has other parameters" in str(sampling.mend(other))
+    other = SimpleNamespace(__name__="vllm.sampler", expand_batch_to_tokens=own)
+    assert "vLLM's sampler.apply_top_k_top_p has other parameters" in str(sampling.mend(other))

@@ -63,7 +63,7 @@ class EngineTask:
     def drafts(self) -> Iterator[tuple[str, Sequence[str]]]:
         """Yield names and flags: the export's own draft, the engine's, then the others, numbered, as flags are long."""
         yield PROFILE, self.program.draft_flags(self.plan)
-        yield from self.program.own_drafts(self.task.profile, self.task.config.profile).items()
+        yield from self.program.own_drafts(self.plan, self.task.config.profile).items()
         for number, line in enumerate(self.others, start=1):
             yield f"flags {number}", shlex.split(line.replace("{out}", str(self.plan.out)))
 

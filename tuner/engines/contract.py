@@ -13,7 +13,6 @@ from tuner.fields import PROGRAMS
 from tuner.measuring.contender import Decoded
 
 if TYPE_CHECKING:
-    from decoding.profile import DraftProfile
     from tuner.engines.server import Client
     from tuner.export.plan import Plan
 
@@ -113,8 +112,8 @@ class EngineProgram(ABC):
     def draft_flags(self, plan: Plan) -> tuple[str, ...]:
         """Return the flags of the export's draft."""
 
-    def own_drafts(self, profile: DraftProfile, path: Path) -> dict[str, tuple[str, ...]]:
-        """Return flags of what this installation drafts without an export, by name; `path` is the profile's file."""
+    def own_drafts(self, plan: Plan, path: Path) -> dict[str, tuple[str, ...]]:
+        """Return, by name, flags of drafts that this installation has beside the export's; `path` is the profile's file."""
         return {}
 
     @abstractmethod

@@ -19,7 +19,6 @@ from tuner.export.engines.vllm import Vllm
 from tuner.export.native import native_flags
 
 if TYPE_CHECKING:
-    from decoding.profile import DraftProfile
     from tuner.engines.server import Client
     from tuner.export.plan import Plan
     from tuner.measuring.contender import Decoded
@@ -83,8 +82,9 @@ class VllmServer(EngineProgram):
         """Return the export's speculative configuration as a flag."""
         return speculative(**Vllm().settings(plan))
 
-    def own_drafts(self, profile: DraftProfile, path: Path) -> dict[str, tuple[str, ...]]:
-        """Return the profile by our plugin, vLLM's n-grams of the profile's lookup, and its suffix method: those installed."""
+    def own_drafts(self, plan: Plan, path: Path) -> dict[str, tuple[str, ...]]:
+        """Return the profile by our plugin, and vLLM's n-grams, set as the profile's lookup, and suffixes: what is installed."""
+        profile = plan.profile
         copies: object = profile.draft.parts.lookup or profile.draft
         match = copies if isinstance(copies, NgramMatch) else Lookup(max_ngram=5, min_ngram=1)
         most = match.max_tokens if isinstance(match, Lookup) else profile.longest_draft
@@ -94,7 +94,7 @@ class VllmServer(EngineProgram):
             found["vLLM's suffixes"] = speculative(method="suffix")
         if self._has(PLUGIN) and (flags := native_flags(profile, path)):
             found = {"plugin": flags} | found
-        return found
+        return {name: flags for name, flags in found.items() if flags != self.draft_flags(plan)}
 
     def _has(self, distribution: str) -> bool:
         return bool(output_of([str(self.python), "-c", VERSION_OF, distribution], self.title).strip())

@@ -62,12 +62,18 @@ def _misfit(version: str, config: Any, runner: Any) -> str | None:
         ("propose_draft_token_ids", PROPOSING),
         ("_input_fits_in_drafter", ("self", "common_attn_metadata")),
     ):
-        method = getattr(runner, name, None)
-        if method is None or tuple(inspect.signature(method).parameters) != parameters:
-            return (
-                f"vLLM's GPUModelRunner.{name} has other parameters than in the versions that this plugin was run with"
-            )
+        if (reason := differs(runner, name, parameters)) is not None:
+            return reason
     return None
+
+
+def differs(owner: Any, name: str, parameters: tuple[str, ...]) -> str | None:
+    """Return why a function of vLLM's class or module `owner` does not fit, or None."""
+    function = getattr(owner, name, None)
+    if function is not None and tuple(inspect.signature(function).parameters) == parameters:
+        return None
+    where = owner.__name__.rpartition(".")[2]
+    return f"vLLM's {where}.{name} has other parameters than in the versions that this plugin was run with"
 
 
 def _is_ours(config: Any) -> bool:

@@ -79,7 +79,8 @@ def test_vllm_also_drafts_by_what_is_installed(installed: str, tmp_path: Path) -
     python.chmod(0o755)
     draft = EarlyExit(exit_layer=2, lookup=Lookup(max_ngram=4, min_ngram=2, max_tokens=7))
     profile = PLAN.profile.model_copy(update={"draft": draft})
-    found = VllmServer(python).own_drafts(profile, Path("profile.yaml"))
+    program, plan = VllmServer(python), replace(PLAN, profile=profile)
+    found = program.own_drafts(plan, Path("profile.yaml"))
     settings = {name: json.loads(flags[1]) for name, flags in found.items()}
     ngrams = {"prompt_lookup_max": 4, "prompt_lookup_min": 2, "num_speculative_tokens": 7}
     assert settings.pop("vLLM's n-grams") == {"method": "ngram", **ngrams}
@@ -90,6 +91,8 @@ def test_vllm_also_drafts_by_what_is_installed(installed: str, tmp_path: Path) -
     }[installed]
     if "plugin" in found:
         assert json.loads(found["plugin"][3]) == {"sdtune": {"profile": "profile.yaml"}}
+    same = replace(plan, shape=None, lookup=NgramSettings(4, 2, 7))
+    assert "vLLM's n-grams" not in program.own_drafts(same, Path("profile.yaml")), "that is the export's draft"
 
 
 def test_llama_cpp_answers_with_its_own_timings() -> None:
