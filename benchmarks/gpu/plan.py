@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from benchmarks.gpu import correctness, speed
+from benchmarks.gpu import correctness, speed, trace
 from benchmarks.gpu.attention import backends
 from benchmarks.gpu.shared import Shared
 
@@ -32,19 +32,21 @@ def _bench(name: str, limit_seconds: float, batch_size: int, against: str, num_p
 
 PLAN: tuple[Step, ...] = (
     Step("environment", 15, correctness.environment),  # the start of the process counts to it
-    Step("compile", 100, correctness.compilation),
+    Step("compile", 96, correctness.compilation),
     Step("replays-tiny", 12, correctness.tiny_replays),
     Step("replays-wide", 25, correctness.wide_replays),
     Step("rates", 20, speed.rates),
+    Step("passes", 10, trace.passes),
+    Step("kernels", 10, trace.kernels),
     Step("switch", 15, speed.switching),
-    Step("search", 70, speed.whole_search),
-    Step("replays-again", 10, correctness.replays_again),
+    Step("search", 60, speed.whole_search),
+    Step("replays-again", 8, correctness.replays_again),
     _bench("bench-1", 20, 1, "hf hf-prompt-lookup", 8),
     _bench("bench-4", 15, 4, "hf", 8),
     _bench("bench-16", 22, 16, "hf", 32),
     Step("lossless-float32", 25, partial(speed.demo_losslessness, dtype="float32")),
     Step("lossless-bfloat16", 20, partial(speed.demo_losslessness, dtype="bfloat16")),
-    Step("kinds-1", 28, partial(speed.kinds, batch_size=1, num_prompts=3)),
+    Step("kinds-1", 24, partial(speed.kinds, batch_size=1, num_prompts=3)),
     Step("kinds-4", 10, partial(speed.kinds, batch_size=4, num_prompts=8)),
     Step("kinds-16", 10, partial(speed.kinds, batch_size=16, num_prompts=32)),
     Step("prefix-reuse", 10, speed.prefix_reuse),

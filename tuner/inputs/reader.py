@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from tuner.errors import ConfigError, DatasetError
@@ -21,6 +22,8 @@ SECONDS = "SDTUNE_DATASET_SECONDS"
 DEFAULTS = {MEMORY: 4 * 2**30, SECONDS: 600}
 """Bytes beyond the libraries', and seconds of one request. Files are read in pieces, so that data of any size fit."""
 MOST_ANSWER = 2**28
+CODE = Path(__file__).resolve().parents[2]
+"""Where this package lies: a checkout may run without being installed."""
 
 
 class Reader:
@@ -57,8 +60,14 @@ class Reader:
         if self._process is None:
             # -P: modules of the current folder are not the program's.
             command = [sys.executable, "-P", "-m", "tuner.inputs.data_files", str(_limit(MEMORY)), str(_limit(SECONDS))]
+            path = os.pathsep.join(filter(None, (str(CODE), os.environ.get("PYTHONPATH"))))
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
+                command,
+                env={**os.environ, "PYTHONPATH": path},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
             )
         return self._process
 

@@ -7,6 +7,8 @@ import http.server
 import json
 import os
 import signal
+import sys
+import sysconfig
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -130,6 +132,16 @@ class TestLimits:
         monkeypatch.chdir(tmp_path)
         assert prompts(write(tmp_path / "good.jsonl"))
         assert not (tmp_path / "executed").exists()
+
+    def test_a_checkout_reads_without_being_installed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        READER.close()
+        python = tmp_path / "python"  # knows what is installed, but no package that a checkout is the source of
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+        python.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(python))
+        monkeypatch.setenv("PYTHONPATH", sysconfig.get_path("purelib"))
+        assert prompts(write(tmp_path / "good.jsonl"))
+        READER.close()
 
 
 def test_a_category_is_one_line_of_text(tmp_path: Path) -> None:
