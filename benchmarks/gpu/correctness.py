@@ -68,9 +68,7 @@ def compilation(shared: Shared, seconds: float) -> dict[str, Any]:
             decoder.generate_batch([request] * 2)
 
     watch = Stopwatch(shared.device)
-    tiny = watch.time(lambda: decode(Target(shared.tiny(), "static")))
-    wide = watch.time(lambda: decode(shared.static))
-    made = {"tiny model": tiny, "widened model": wide, **shared.seconds}
+    made = {"widened model": watch.time(lambda: decode(shared.static)), **shared.seconds}
     return {"rows": [{"compiled or made": name, "s": each} for name, each in made.items()]}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from statistics import median
 from typing import Any
@@ -30,7 +32,7 @@ def passes(shared: Shared, seconds: float) -> dict[str, Any]:
             run(width)
         found = {width: list[float]() for width in WIDTHS}
         for _, width in product(range(ROUNDS), WIDTHS):  # in turns
-            found[width].append(watch.time(lambda width=width: run(width)))
+            found[width].append(watch.time(partial(run, width)))
         plain = median(found[WIDTHS[0]])
         rows += [
             {"after": context, "positions": width, "ms": 1e3 * median(each), "plain passes": median(each) / plain}
@@ -45,10 +47,10 @@ def kernels(shared: Shared, seconds: float) -> dict[str, Any]:
     watch, run = Stopwatch(shared.device), _passes(shared, CONTEXTS[0])
     for width in TRACED:
         run(width)
-        bare = watch.time(lambda width=width: [run(width) for _ in range(PASSES)]) / PASSES
+        bare = watch.time(partial(_repeat, run, width)) / PASSES
         activity = ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU
         with profile(activities=[activity]) as traced:
-            watch.time(lambda width=width: [run(width) for _ in range(PASSES)])
+            watch.time(partial(_repeat, run, width))
         spent, calls = Counter[str](), Counter[str]()
         for event in traced.events():
             if event.device_type == (DeviceType.CUDA if is_gpu else DeviceType.CPU):
@@ -62,7 +64,12 @@ def kernels(shared: Shared, seconds: float) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def _passes(shared: Shared, context: int) -> Any:
+def _repeat(run: Callable[[int], None], width: int) -> None:
+    for _ in range(PASSES):
+        run(width)
+
+
+def _passes(shared: Shared, context: int) -> Callable[[int], None]:
     """Return a function that runs one pass of so many positions after a context of random tokens."""
     target, stream = shared.static, torch.Generator().manual_seed(context)
     length = context + max(WIDTHS)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 
 from benchmarks.gpu.__main__ import RUNNING, write_record
 from benchmarks.gpu.plan import PLAN, Step
@@ -28,11 +29,13 @@ from decoding.errors import one_line
 GRACE_SECONDS = 10.0
 """Seconds between the interrupt of a step and the end of its process."""
 LONGEST_CAUSE = 600
+LEAST_SECONDS = 1.0
+"""Of a part of the compiler that is reported; parts lie within one another."""
 
 
 def attempt(step: Step, shared: Shared, seconds: float) -> dict[str, Any]:
     """Run one step within `seconds` and return its record, also if it fails. Tracebacks go to standard error."""
-    start, facts = time.perf_counter(), dict[str, Any]()
+    start, facts, known = time.perf_counter(), dict[str, Any](), _compiled()
     signal.signal(signal.SIGALRM, signal.default_int_handler)  # raises `KeyboardInterrupt`
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))
     with warnings.catch_warnings(record=True) as caught:
@@ -49,7 +52,15 @@ def attempt(step: Step, shared: Shared, seconds: float) -> dict[str, Any]:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             signal.signal(signal.SIGALRM, signal.SIG_IGN)
     texts = dict.fromkeys(" ".join(str(each.message).split())[:LONGEST_CAUSE] for each in caught)
-    return {**facts, "seconds": time.perf_counter() - start, "warnings": list(texts)}
+    spent = {name: each - known.get(name, 0.0) for name, each in _compiled().items()}
+    spent = {name: round(each, 1) for name, each in spent.items() if each >= LEAST_SECONDS}
+    return {**facts, "seconds": time.perf_counter() - start, "compiled": spent, "warnings": list(texts)}
+
+
+def _compiled() -> dict[str, float]:
+    """Return the number of graphs compiled so far, and the seconds that each part of the compiler took for them."""
+    parts = {name: sum(each) for name, each in torch._dynamo.utils.compilation_time_metrics.items()}
+    return {"graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"], **parts}
 
 
 def main(text: str) -> int:

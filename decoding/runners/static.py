@@ -111,8 +111,10 @@ class StaticRunner(EagerRunner):
 
         The storage of earlier sequences is reused if it is large enough.
         """
+        # One slot more than any pass reads: the compiler would make code of its own for passes that read all of them.
+        num_slots = self.buckets.capacity(capacity) + (not self.reads_all_slots)
         with PREPARING:
-            storage = self._take(num_layers, self.buckets.capacity(capacity), num_rows)
+            storage = self._take(num_layers, num_slots, num_rows)
             self._in_use.add(storage)
         cache = KVCache(num_layers, capacity, storage)
         weakref.finalize(cache, self._in_use.discard, storage).atexit = False

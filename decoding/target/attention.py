@@ -32,7 +32,9 @@ from decoding.target.stand_ins import shallow_copy
 GROUPED, BY_KERNEL = "sdtune_grouped", "sdtune_kernel"
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""In order of preference. cuDNN is left out: it plans anew for each shape, 40 to 400 ms in reports, also while timing."""
+"""In order of preference. cuDNN plans anew for each shape, so it is for passes of few shapes only."""
+FIXED_SHAPES = [SDPBackend.CUDNN_ATTENTION, *BACKENDS]
+"""Flash attention takes no mask, and with one cuDNN needs half of the time of the efficient kernel (benchmarks/results.md)."""
 _IN_ORDER = {"set_priority": True} if "set_priority" in inspect.signature(sdpa_kernel).parameters else {}
 
 
@@ -40,14 +42,14 @@ _RESTRICTED = threading.RLock()
 """Held while the restriction lasts, which is that of the whole process: the last thread to end would keep another's."""
 
 
-def attention_backends(device: torch.device) -> AbstractContextManager[None]:
-    """Restrict attention to `BACKENDS` for passes on a CUDA device; torch's own settings return afterwards."""
-    return _restricted() if device.type == "cuda" else nullcontext()
+def attention_backends(device: torch.device, *, fixed_shape: bool = False) -> AbstractContextManager[None]:
+    """Restrict attention to `BACKENDS` or `FIXED_SHAPES` for passes on a CUDA device; torch's own settings return afterwards."""
+    return _restricted(FIXED_SHAPES if fixed_shape else BACKENDS) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager
-def _restricted() -> Iterator[None]:
-    with _RESTRICTED, sdpa_kernel(BACKENDS, **_IN_ORDER):
+def _restricted(backends: list[SDPBackend]) -> Iterator[None]:
+    with _RESTRICTED, sdpa_kernel(backends, **_IN_ORDER):
         yield
 
 

@@ -75,13 +75,15 @@ def allowed() -> tuple[bool, bool, bool, bool]:
     return cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
 
 
-def test_cudnn_is_left_out_on_cuda_only_and_only_inside() -> None:
+def test_cudnn_is_for_fixed_shapes_on_cuda_only_and_only_inside() -> None:
     before = allowed()
     assert before[0], "torch's own default"
     with attention_backends(torch.device("cpu")):
         assert allowed() == before
     with attention_backends(torch.device("cuda", 0)):
         assert allowed() == (False, True, True, True)
+    with attention_backends(torch.device("cuda", 0), fixed_shape=True):
+        assert allowed() == (True, True, True, True)
     assert allowed() == before
 
 
@@ -109,7 +111,7 @@ def _watch(monkeypatch: pytest.MonkeyPatch, name: str) -> list[torch.device]:
     open_now: list[torch.device] = []
 
     @contextmanager
-    def watched(device: torch.device) -> Iterator[None]:
+    def watched(device: torch.device, **shapes: bool) -> Iterator[None]:
         open_now.append(device)
         yield
         open_now.pop()

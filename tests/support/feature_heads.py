@@ -21,7 +21,7 @@ def disturbed_feature_head(
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in head.block.parameters():
-            weight.add_(scale * torch.randn(weight.shape, generator=generator))
+            weight.add_(scale * torch.randn(weight.shape, generator=generator).to(weight.device))
     return head
 
 
