@@ -157,7 +157,8 @@ class CudaGraphs:
         torch's allocator of pinned memory still waits for the end of the capture.
         """
         # Ending may fail too, if nothing has begun or all has ended. Only the first error is reported.
-        with suppress(RuntimeError):
+        with suppress(RuntimeError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a graph that is empty
             graph.capture_end()
         try:
             torch._C._cuda_endAllocateToPool(self._index, self._pool)
