@@ -379,9 +379,8 @@ class SpaceSettings(StudySettings):
         description="precisions of quantised drafts: the whole model, exits and skip sets; default: 8 on a CPU with AVX-512 VNNI, "
         "none elsewhere",
     )
-    trees: bool | None = Field(
-        None,
-        description="side leaves beside drafts that run the model; default: yes on a CPU, no on a GPU, where none was measured",
+    trees: bool = Field(
+        True, description="side leaves beside drafts that run the model, where they promise more than the chain"
     )
     whole_blocks: bool = Field(False, description="skip whole blocks only, not attention and MLP apart")
     candidates: tuple[Candidate, ...] = Field(
@@ -422,7 +421,7 @@ class SpaceSettings(StudySettings):
 
     def wants_trees(self, target: Target) -> bool:
         """Return whether side leaves are considered for drafts of `target`."""
-        return target.checks.takes_trees and (target.device.type == "cpu" if self.trees is None else self.trees)
+        return self.trees and target.checks.takes_trees
 
     def exits(self, problem: Problem) -> list[list[EarlyExit]]:
         """Return the exits to consider: without a head, then with one."""

@@ -1,1 +1,1 @@
-"""The benchmark of one GPU in ten minutes: steps in one process that keeps the models, replaced when it dies."""
+"""The benchmark of one GPU in a quarter of an hour: steps in one process that keeps the models, replaced when it dies."""

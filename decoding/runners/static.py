@@ -225,7 +225,10 @@ class StaticRunner(EagerRunner):
     def run_shared_pass(self, part: Part, passes: Mapping[int, PassRequest], memory: Storage) -> dict[int, Outputs]:
         """Run a shared pass in a fixed shape, if there is one of this width for all rows."""
         if not self.buckets.fits(max(each.width for each in passes.values()), memory.num_rows):
-            return super().run_shared_pass(part, passes, memory)
+            rows = self._reaching(Rows.of(passes, min_rows=min(2, memory.num_rows)), memory)
+            with self._unrecorded(memory) as cache:
+                outputs = compute_rows(part, RowInputs.of(passes, rows), cache, self._forms, rows)
+            return split_rows(outputs, passes, rows)
         rows, cache = self._begin_rows(passes, memory, 1)
         return split_rows(self._prepared_pass(part, cache, rows, self._compute_rows), passes, rows)
 
@@ -234,7 +237,10 @@ class StaticRunner(EagerRunner):
     ) -> dict[int, Written]:
         """Draft as many tokens as one recording covers."""
         if not self.buckets.fits(1, memory.num_rows):
-            return super().write_together(part, passes, memory, num_tokens)
+            rows = self._reaching(Rows.of(passes, min_rows=2, num_tokens=num_tokens), memory)
+            with self._unrecorded(memory) as cache:
+                written = compute_chains(part, RowInputs.of(passes, rows), cache, self._forms, rows)
+            return split_chains(written, passes, rows)
         count = self._longest_chain(num_tokens)
         if count == 1:  # a shared pass of the same shape may be prepared already
             outputs = self.run_shared_pass(part, passes, memory)
@@ -251,7 +257,7 @@ class StaticRunner(EagerRunner):
         rows = Rows.of(passes, min_rows=min_rows, num_tokens=num_tokens)
         width = self.buckets.width(rows.width)
         furthest = max(each.start for each in passes.values()) + width + num_tokens - 1
-        rows = replace(rows, width=width, num_slots=min(self._reach(memory, furthest), memory.capacity))
+        rows = self._reaching(replace(rows, width=width, num_slots=furthest), memory)
         given = RowInputs.of(passes, rows)
         known = self._row_inputs.setdefault(memory, {})
         if rows.inputs not in known:
@@ -259,6 +265,16 @@ class StaticRunner(EagerRunner):
         else:
             known[rows.inputs].fill(given)
         return rows, KVCache(len(memory.layers), memory.capacity, memory)
+
+    def _reaching(self, rows: Rows, memory: Storage) -> Rows:
+        """Return `rows` with as many slots as compiled code knows: some kernels ask for multiples of a number."""
+        return replace(rows, num_slots=min(self._reach(memory, rows.num_slots), memory.capacity))
+
+    @contextmanager
+    def _unrecorded(self, memory: Storage) -> Iterator[KVCache]:
+        """Within a pass of a shape that is not prepared, its blocks may be compiled; yield the cache of all sequences."""
+        with compiling(self.block_call):
+            yield KVCache(len(memory.layers), memory.capacity, memory)
 
     def _compute_rows(self, part: Part, cache: KVCache, rows: Rows) -> Outputs:
         return compute_rows(part, self._row_inputs[cache.storage][rows.inputs], cache, self._forms, rows)

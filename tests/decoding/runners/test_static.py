@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 
+from decoding.cache.kv_cache import KVCache
 from decoding.decode import Request, autoregressive, speculative
 from decoding.decoder import Decoder
 from decoding.draft_length import AdaEdl, Fixed
@@ -26,7 +28,7 @@ from decoding.profile import Decoding
 from decoding.rounds import Generation
 from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
 from decoding.runners.compilation import CompiledBlocks
-from decoding.runners.contract import Outputs, Part
+from decoding.runners.contract import Outputs, Part, PassRequest
 from decoding.runners.eager import EagerRunner
 from decoding.runners.masks import MaskKinds
 from decoding.runners.static import StaticRunner
@@ -37,7 +39,7 @@ from decoding.text import Ending, TokenSequence
 from tests.support.families import NUM_LAYERS, SUPPORTED, WINDOW, build, some_tokens, target_of
 from tests.support.generations import plain_text, write
 from tests.support.grid import RULES, SKIPS
-from tests.support.recorders import unchecked
+from tests.support.recorders import CountingRecorder, unchecked
 
 PROMPT = some_tokens(9)
 NUM_NEW_TOKENS = 12
@@ -241,11 +243,13 @@ class Counting:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_graphs = 0
+        self.traces = False
+        """True if graphs are traced as for inductor, which finds more of what they depend on."""
         monkeypatch.setattr(inductor(), "compile_fx", self._take)
 
     def _take(self, graph: torch.fx.GraphModule, inputs: list[Tensor], config_patches: object) -> Callable[..., Any]:
         self.num_graphs += 1
-        return graph.forward
+        return aot_eager(graph, inputs) if self.traces else graph.forward
 
 
 @pytest.fixture
@@ -280,6 +284,52 @@ def test_a_new_candidate_compiles_nothing(graphs: Counting) -> None:
     longer = Request(some_tokens(40), Ending(90))
     assert plainly(target, longer) == plainly(Target(build("llama")), longer)
     assert graphs.num_graphs == known
+
+
+def as_on_a_gpu() -> Target:
+    """Compiled, with the shapes and masks of a GPU; replaying runs again."""
+    return Target(build("llama"), functools.partial(StaticRunner, buckets=GPU_BUCKETS, recorder=CountingRecorder()))
+
+
+def test_a_pass_over_a_whole_storage_compiles_nothing_of_its_own(graphs: Counting) -> None:
+    graphs.traces = True
+    target = as_on_a_gpu()
+    known = graphs.num_graphs
+    for length in (40, 500, 40):  # the third reads a third of the storage of the second
+        plainly(target, Request(some_tokens(length), Ending(4)))
+    assert graphs.num_graphs == known
+
+
+def test_a_shared_pass_too_wide_to_be_recorded_may_be_compiled(
+    monkeypatch: pytest.MonkeyPatch, graphs: Counting
+) -> None:
+    """Some attention kernels of a GPU need code of its own for a number of slots that is no multiple of 8 or 16."""
+    target, seen = as_on_a_gpu(), set[tuple[bool, int]]()
+    original = CompiledBlocks.__call__
+
+    def watched(blocks: CompiledBlocks, block: nn.Module, states: Tensor, args: Any, kwargs: Any) -> Any:
+        seen.add((blocks.is_new, kwargs["attention_mask"].shape[-1]))
+        return original(blocks, block, states, args, kwargs)
+
+    monkeypatch.setattr(CompiledBlocks, "__call__", watched)
+    memory, widths = target.runner.new_cache(NUM_LAYERS, 150, num_rows=3).storage, (70, 77)
+    asked = {}
+    for row, width in enumerate(widths):
+        cache = KVCache(NUM_LAYERS, 150, memory.row(row))
+        ids = torch.tensor([some_tokens(9 + width)])
+        with torch.inference_mode():
+            target.runner.run(target.whole, ids[:, :9], cache, 0)
+        asked[row] = PassRequest(ids[:, 9:], cache, 9, last_only=False, states=None)
+    seen.clear()
+    with torch.inference_mode():
+        found = target.runner.run_shared_pass(target.whole, asked, memory)
+    assert seen == {(True, 256)}
+    for row, request in asked.items():
+        cache = target_of("llama").new_cache(150)
+        ids = torch.tensor([some_tokens(9 + widths[row])])
+        with torch.inference_mode():
+            expected = target_of("llama").forward(ids, cache, 0)
+        torch.testing.assert_close(found[row].logits, expected[9:], msg=f"row {row}, {request.width} positions")
 
 
 def test_block_that_cannot_be_compiled_runs_uncompiled_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
