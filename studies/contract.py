@@ -143,10 +143,11 @@ class StudySettings(Document):
     def check(self, target: Target) -> None:
         """Raise ValueError for settings that the model cannot satisfy. Called before anything runs."""
 
-    def for_engine(self, rules: Sequence[str], *, quantises: bool) -> dict[str, Any]:
-        """Return the settings to change for a search that deploys to an engine, which runs whole blocks and these `rules`.
+    def for_engine(self, rules: Sequence[str], *, quantises: bool, whole_blocks: bool) -> dict[str, Any]:
+        """Return the settings to change for a search that deploys to an engine, which runs chains by these `rules`.
 
-        `quantises` tells that it quantises drafts. Raises ValueError for settings that the user gave and the engine cannot run.
+        `quantises` tells that it quantises drafts, `whole_blocks` that it skips no sublayers alone. Raises ValueError for settings
+        that the user gave and the engine cannot run.
         """
         return {}
 

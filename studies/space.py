@@ -392,9 +392,13 @@ class SpaceSettings(StudySettings):
         for exit_layer in self.exit_layers or ():
             target.check_exit_layer(exit_layer)
 
-    def for_engine(self, rules: Sequence[str], *, quantises: bool) -> dict[str, Any]:
-        """Return the settings of chains that run whole blocks, in the precisions that the engine can make."""
-        changed = {"rules": rules_within(self, rules), "whole_blocks": True, "trees": False}
+    def for_engine(self, rules: Sequence[str], *, quantises: bool, whole_blocks: bool) -> dict[str, Any]:
+        """Return the settings of chains of what the engine skips, in the precisions that it can make."""
+        changed = {
+            "rules": rules_within(self, rules),
+            "whole_blocks": whole_blocks or self.whole_blocks,
+            "trees": False,
+        }
         return changed if quantises else {**changed, "bits": ()}
 
     def wanted_heads(self, num_layers: int) -> tuple[int, ...]:

@@ -246,11 +246,16 @@ def report(engines: dict[str, Engine], args: argparse.Namespace) -> int:
             "texts": len(engine.texts),
             "cpu_speedup": value,
             "ci95": [low, high],
+            "seconds": [round(each, 4) for each in engine.seconds],
             "cache_layers": engine.cache_layers,
             "lengths": sorted(engine.lengths),
             "sampled_p_value": engine.p_value,
             **engine.counts,
         }
+        if PROFILE in engines and name not in (PROFILE, PLAIN):
+            over = speed_up(engine.seconds, engines[PROFILE].seconds)
+            found[name]["profile_over_it"] = over
+            print(f"{PROFILE:10} over {name:26} {over[0]:.2f} [{over[1]:.2f}, {over[2]:.2f}]")
         rate = engine.counts["accepted"] / engine.counts["drafted"] if engine.counts["drafted"] else math.nan
         print(
             f"{name:26} identical {identical}/{len(engine.texts)}  {value:.2f} [{low:.2f}, {high:.2f}]  accepted {rate:.0%}"

@@ -62,7 +62,7 @@ class ConfLayersTunedSettings(StudySettings):
         None, ge=0, description="cap of A in the adaptive threshold; default: L // 3 for Qwen models, as in the code"
     )
 
-    def for_engine(self, rules: Sequence[str], *, quantises: bool) -> dict[str, Any]:
+    def for_engine(self, rules: Sequence[str], *, quantises: bool, whole_blocks: bool) -> dict[str, Any]:
         """Return the rules that the engine runs."""
         return {"rules": rules_within(self, rules)}
 

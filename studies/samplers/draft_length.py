@@ -42,7 +42,7 @@ class DraftLengthSettings(StudySettings):
         """True unless a draft is given: the best earlier drafts are searched with."""
         return self.draft is None
 
-    def for_engine(self, rules: Sequence[str], *, quantises: bool) -> dict[str, Any]:
+    def for_engine(self, rules: Sequence[str], *, quantises: bool, whole_blocks: bool) -> dict[str, Any]:
         """Return the rules that the engine runs."""
         return {"rules": rules_within(self, rules)}
 

@@ -39,7 +39,7 @@ class ExitLayerSettings(StudySettings):
     max_tokens: int = Field(12, ge=1, le=64, description="longest draft to consider (K)")
     num_promising: int = Field(4, ge=1, description="exits of the best forecasts to measure, each with its neighbours")
 
-    def for_engine(self, rules: Sequence[str], *, quantises: bool) -> dict[str, Any]:
+    def for_engine(self, rules: Sequence[str], *, quantises: bool, whole_blocks: bool) -> dict[str, Any]:
         """Return the rules that the engine runs."""
         return {"rules": rules_within(self, rules)}
 

@@ -184,5 +184,5 @@ def test_the_identity_is_plain_data_and_tells_spaces_apart(problem: Problem) -> 
 
 
 def test_an_engine_gets_chains_of_whole_blocks() -> None:
-    changed = SpaceSettings().for_engine(["fixed"], quantises=False)
+    changed = SpaceSettings().for_engine(["fixed"], quantises=False, whole_blocks=True)
     assert changed == {"rules": ("fixed",), "whole_blocks": True, "trees": False, "bits": ()}

@@ -11,6 +11,7 @@ from decoding.profile import Decoding, DraftProfile, TargetIdentity
 from studies.contract import Candidate
 from tuner.errors import ExportError
 from tuner.export.engines.registry import load_engine
+from tuner.export.native import native_flags
 from tuner.export.plan import Plan, plan_for
 from tuner.export.run import Source, write_draft
 from tuner.export.shape import reduced
@@ -79,9 +80,14 @@ def engine_candidate(plan: Plan) -> Candidate:
 class EngineRules:
     """The rules of the engine `name` for drafts of one target."""
 
-    def __init__(self, name: str, target: TargetIdentity, config: Any, *, model: str) -> None:
-        """`config` is the target's configuration, `model` its folder or hub id as the engine is to load it."""
-        self.name = name
+    def __init__(
+        self, name: str, target: TargetIdentity, config: Any, *, model: str, runs_profiles: bool = False
+    ) -> None:
+        """`config` is the target's configuration, `model` its folder or hub id as the engine is to load it.
+
+        `runs_profiles` tells that it drafts with a profile itself: nothing is exported then.
+        """
+        self.name, self.runs_profiles = name, runs_profiles
         self.engine: Engine = load_engine(name)
         self._target, self._config, self._model = target, config, model
 
@@ -110,7 +116,13 @@ class EngineRules:
 
     def as_run(self, candidate: Candidate) -> Candidate:
         """Return the candidate as the engine runs it; raise `ExportError` for one that it cannot run."""
-        return engine_candidate(self.plan(candidate))
+        if not self.runs_profiles:
+            return engine_candidate(self.plan(candidate))
+        if native_flags(self.profile(candidate), NOWHERE) is None:
+            raise ExportError(
+                f"{self.engine.title} does not run {candidate.draft.describe()}; {candidate.draft_length.describe()}"
+            )
+        return candidate
 
     def check(self, candidate: Candidate) -> None:
         """Raise `ExportError` unless the engine runs the candidate as it is.
@@ -146,9 +158,10 @@ class CandidateExports:
         self.rules = rules
         self._program, self._loaded, self._heads, self._out = program, loaded, heads, out
         self._folders: dict[DraftDocument | None, Path] = {}
+        self._profiles: dict[str, Path] = {}
         self.remarks: list[str] = []
         """What the engine's files differ in, one sentence each."""
-        self.plain, _ = self.write(own_lookups()[0])
+        self.plain, _ = self._export(own_lookups()[0])
         """A plan whose folder holds the target and no draft model."""
 
     def write(self, candidate: Candidate) -> tuple[Plan, tuple[str, ...]]:
@@ -156,6 +169,24 @@ class CandidateExports:
 
         Raises `ExportError` or `EngineError` if it cannot be written.
         """
+        if self.rules.runs_profiles:
+            return self.plain, self._profile_flags(candidate)
+        return self._export(candidate)
+
+    def _profile_flags(self, candidate: Candidate) -> tuple[str, ...]:
+        """Write the candidate's profile beside its head, and return the flags by which the engine drafts with it."""
+        profile, known = self.rules.profile(candidate), self._profiles.get(candidate.key)
+        path = known or self._out / f"profile-{len(self._profiles)}.yaml"
+        if known is None:
+            if (head := profile.draft.trained_head) is not None and not (self._out / head.file).exists():
+                (self._out / head.file).symlink_to((self._heads / head.file).absolute())
+            profile.save(path)
+            self._profiles[candidate.key] = path
+        flags = native_flags(profile, path)
+        assert flags is not None, "only what the engine runs is measured in it"
+        return flags
+
+    def _export(self, candidate: Candidate) -> tuple[Plan, tuple[str, ...]]:
         draft = candidate.draft
         key = draft.having(lookup=None) if draft.runs_model else None
         known = self._folders.get(key)

@@ -112,6 +112,10 @@ class EngineProgram(ABC):
     def draft_flags(self, plan: Plan) -> tuple[str, ...]:
         """Return the flags of the export's draft."""
 
+    def runs_profiles(self) -> bool:
+        """Return whether this installation drafts with a profile itself, on the target's own weights and keys."""
+        return False
+
     def own_drafts(self, plan: Plan, path: Path) -> dict[str, tuple[str, ...]]:
         """Return, by name, flags of drafts that this installation has beside the export's; `path` is the profile's file."""
         return {}

@@ -82,6 +82,10 @@ class VllmServer(EngineProgram):
         """Return the export's speculative configuration as a flag."""
         return speculative(**Vllm().settings(plan))
 
+    def runs_profiles(self) -> bool:
+        """Return whether our plugin is installed."""
+        return self._has(PLUGIN)
+
     def own_drafts(self, plan: Plan, path: Path) -> dict[str, tuple[str, ...]]:
         """Return the profile by our plugin, and vLLM's n-grams, set as the profile's lookup, and suffixes: what is installed."""
         profile = plan.profile
@@ -92,7 +96,7 @@ class VllmServer(EngineProgram):
         found = {NGRAMS: speculative(method="ngram", num_speculative_tokens=most, **ngrams)}
         if self._has(SUFFIXES):
             found["vLLM's suffixes"] = speculative(method="suffix")
-        if self._has(PLUGIN) and (flags := native_flags(profile, path)):
+        if self.runs_profiles() and (flags := native_flags(profile, path)):
             found = {"plugin": flags} | found
         return {name: flags for name, flags in found.items() if flags != self.draft_flags(plan)}
 

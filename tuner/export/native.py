@@ -6,13 +6,19 @@ import json
 import shlex
 from pathlib import Path
 
+from decoding.draft_length import RULES, CostAwareRule
 from decoding.profile import DraftProfile
+
+NATIVE_RULES = tuple(name for name, rule in RULES.items() if not issubclass(rule, CostAwareRule))
+"""Draft-length rules that the plugin runs: nothing measures costs in vLLM."""
 
 
 def native_flags(profile: DraftProfile, path: Path) -> tuple[str, ...] | None:
     """Return the flags by which vLLM drafts with a profile itself, with the plugin of `plugins/vllm`; None if that cannot."""
     draft, head = profile.draft, profile.draft.trained_head
-    if not draft.drafts or draft.parts.bits or draft.parts.tree or (head is not None and head.is_autoregressive):
+    if not draft.drafts or draft.parts.bits or draft.parts.tree or profile.draft_length.rule not in NATIVE_RULES:
+        return None
+    if head is not None and (head.is_autoregressive or head.num_tokens is not None):
         return None
     speculative = {
         "method": "custom_class",

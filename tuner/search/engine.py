@@ -21,6 +21,7 @@ from tuner.engines.candidates import CandidateExports, EngineRules, other_length
 from tuner.engines.contract import ServerSettings, find_engine
 from tuner.errors import ConfigError, EngineError, ExportError
 from tuner.export.engines.registry import load_engine
+from tuner.export.native import NATIVE_RULES
 from tuner.export.run import model_folder_of
 from tuner.results import public_name
 
@@ -56,21 +57,31 @@ def deployment_of(config: SearchConfig, loaded: Loaded, identity: TargetIdentity
         return None
     program = find_engine(config.deploy_to, config.engine_home)
     folder = model_folder_of(loaded.name, loaded.revision)
-    return Deployment(program, EngineRules(config.deploy_to, identity, loaded.model.config, model=str(folder)))
+    rules = EngineRules(
+        config.deploy_to,
+        identity,
+        loaded.model.config,
+        model=str(folder),
+        runs_profiles=program.runs_profiles(),
+    )
+    return Deployment(program, rules)
 
 
 def restricted(config: SearchConfig) -> SearchConfig:
     """Return the configuration of a search whose candidates the engine of `deploy_to` can run.
 
-    Raises `ConfigError` for a study's settings that exclude what the engine runs.
+    Raises `ConfigError` for a study's settings that exclude what the engine runs, and `EngineError` if it is not installed.
     """
     if config.deploy_to is None:
         return config
     engine = load_engine(config.deploy_to)
+    native = find_engine(config.deploy_to, config.engine_home).runs_profiles()
+    rules, quantises = (NATIVE_RULES, False) if native else (engine.rules, engine.quantises)
     studies = dict(config.studies)
     for name in config.study:
         try:
-            changes = config.study_settings(name).for_engine(engine.rules, quantises=engine.quantises)
+            settings = config.study_settings(name)
+            changes = settings.for_engine(rules, quantises=quantises, whole_blocks=not native)
         except ValueError as cause:
             raise ConfigError(f"studies.{name}: {cause}") from None
         studies[name] = {**studies.get(name, {}), **changes}

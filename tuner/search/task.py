@@ -19,7 +19,6 @@ from decoding.target import Target
 from decoding.text import Ending
 from decoding.timing.runner_choice import fastest_runner
 from tuner.config import SearchConfig
-from tuner.engines.contract import find_engine
 from tuner.errors import ConfigError
 from tuner.heads.plan import num_spare
 from tuner.inputs.checkpoint import checkpoint_configuration
@@ -152,8 +151,6 @@ def _prepared(
     config = restricted(config)
     # A search trains exit heads: a feature head is worth its time only to those who ask for it.
     config = config.model_copy(update={"distillation": config.distillation.model_copy(update={"head": "exit"})})
-    if config.deploy_to is not None:
-        find_engine(config.deploy_to, config.engine_home)  # before the model is loaded
     rows = open_rows(config.dataset, config)
     check_rows(config, rows)
     configuration = None

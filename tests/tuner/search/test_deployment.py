@@ -9,7 +9,16 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from decoding.draft_length import RULES, Fixed, TopProbability
-from decoding.drafts import EarlyExit, FixedLeaves, LayerSkip, Lookup, PlainDecoding, PromptLookup, SuffixLookup
+from decoding.drafts import (
+    EarlyExit,
+    FixedLeaves,
+    LayerSkip,
+    Lookup,
+    PlainDecoding,
+    PromptLookup,
+    SuffixDraft,
+    SuffixLookup,
+)
 from decoding.profile import DraftProfile, TargetIdentity
 from studies.contract import Candidate
 from tests.support.commands import SearchCommand
@@ -95,6 +104,31 @@ def rules(checkpoint: Path) -> dict[str, EngineRules]:
         model="tiny", architecture="A", num_layers=6, dtype="float32", config_sha256="c", weights_sha256="w"
     )
     return {name: EngineRules(name, identity, model.config, model="tiny") for name in ("llama.cpp", "vllm")}
+
+
+@pytest.mark.parametrize(
+    ("draft", "rule", "runs"),
+    [
+        (LayerSkip(skip_attention=(1,), lookup=SuffixLookup()), "ada_edl", True),
+        (EarlyExit(exit_layer=2, lookup=Lookup(max_ngram=3, min_ngram=1)), "top_probability", True),
+        (SuffixDraft(), "fixed", True),
+        (EarlyExit(exit_layer=2), "calibrated_thompson", False),
+        (EarlyExit(exit_layer=2, tree=FixedLeaves(leaves=2)), "fixed", False),
+        (LayerSkip(bits=8), "fixed", False),
+    ],
+)
+def test_a_plugin_runs_profiles_as_they_are(rules: dict[str, EngineRules], draft: Any, rule: str, runs: bool) -> None:
+    known = rules["vllm"]
+    native = EngineRules("vllm", known._target, known._config, model="tiny", runs_profiles=True)
+    candidate = Candidate(draft=draft, draft_length=RULES[rule]())
+    if runs:
+        assert native.as_run(candidate) == candidate
+        native.check(candidate)
+    else:
+        with pytest.raises(ExportError, match="vLLM does not run"):
+            native.check(candidate)
+    with pytest.raises(ExportError):
+        known.check(candidate)
 
 
 EXIT = EarlyExit(exit_layer=2)
