@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -25,7 +27,7 @@ from tests.support.commands import SearchCommand
 from tests.support.engine_stub import write_llama_cpp
 from tests.support.refusals import refused
 from tests.support.stored_trials import stored_records
-from tuner.engines.candidates import EngineRules
+from tuner.engines.candidates import CandidateExports, EngineRules
 from tuner.errors import ExportError
 
 SMALL = "studies: {joint: {num_surveyed: 30, max_tokens: 4, num_drafts: 2, num_lookups: 1, kinds: [skip_set, lookup]}}"
@@ -129,6 +131,28 @@ def test_a_plugin_runs_profiles_as_they_are(rules: dict[str, EngineRules], draft
             native.check(candidate)
     with pytest.raises(ExportError):
         known.check(candidate)
+
+
+def test_a_plugin_is_handed_the_profile_with_its_head(rules: dict[str, EngineRules], tmp_path: Path) -> None:
+    known, heads, out = rules["vllm"], tmp_path / "heads", tmp_path / "out"
+    heads.mkdir()
+    out.mkdir()
+    (heads / "exit_head_2.safetensors").write_bytes(b"head")
+    native = EngineRules("vllm", known._target, known._config, model="tiny", runs_profiles=True)
+    program: Any = SimpleNamespace(target_files=(), prepare=lambda plan, log: (), draft_flags=lambda plan: ("--copy",))
+    exports = CandidateExports(program, native, cast(Any, None), heads, out)
+    draft = EarlyExit(
+        exit_layer=2, head="exit_head_2.safetensors", head_sha256="0" * 64, lookup=SuffixLookup(max_tokens=9)
+    )
+    candidate = Candidate(draft=draft, draft_length=RULES["ada_edl"]())
+    plan, flags = exports.write(candidate)
+    assert plan is exports.plain, "no draft model is written"
+    assert json.loads(flags[1])["num_speculative_tokens"] == max(9, candidate.draft_length.max_tokens)
+    path = Path(json.loads(flags[3])["sdtune"]["profile"])
+    profile = DraftProfile.load(path)
+    assert (profile.draft, profile.draft_length) == (candidate.draft, candidate.draft_length)
+    assert (path.parent / "exit_head_2.safetensors").read_bytes() == b"head"
+    assert exports.write(candidate)[1] == flags, "written once: the same server"
 
 
 EXIT = EarlyExit(exit_layer=2)
