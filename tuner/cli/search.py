@@ -238,6 +238,8 @@ def _uses(found: SearchResult, config: SearchConfig) -> dict[str, str]:
     """Return how to try and deploy the profile of a search."""
     out = config.out
     exports = f"sdtune export {out} --to {config.deploy_to or 'folder'} --out DIR"
+    if config.deploy_to == "vllm":
+        exports = f"sdtune show {out} for vLLM with the plugin, or {exports}"
     promotion = f"sdtune promote {found.run_id} --name NAME --why REASON"
     return {
         "try": f"sdtune generate {out} --prompt TEXT --compare",
