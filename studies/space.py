@@ -393,7 +393,7 @@ class SpaceSettings(StudySettings):
             target.check_exit_layer(exit_layer)
 
     def for_engine(self, rules: Sequence[str], *, quantises: bool, whole_blocks: bool) -> dict[str, Any]:
-        """Return the settings of chains of what the engine skips, in the precisions that it can make."""
+        """Return settings for chains of what the engine can skip, in the precisions that it can make."""
         changed = {
             "rules": rules_within(self, rules),
             "whole_blocks": whole_blocks or self.whole_blocks,

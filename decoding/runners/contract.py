@@ -39,6 +39,8 @@ class Inputs:
     """Index of the last position that is not padding: [1], or one per sequence; None without padding."""
     masks: tuple[Tensor, ...] = ()
     """One mask [batch, 1, width, num_slots] per kind of layer; empty if the model makes its own."""
+    fixed_shape: bool = False
+    """True if passes of the same shape are many: whatever plans for a shape may take long."""
 
 
 @dataclass(frozen=True, slots=True)

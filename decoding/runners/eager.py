@@ -118,7 +118,7 @@ class EagerRunner:
         slots, last = torch.arange(start, start + width, device=device), torch.tensor([width - 1], device=device)
         at = torch.tensor(positions, device=device)
         masks = self._known_masks().masks(slots, start + width, at)
-        outputs = compute_in_window(part, cache, token_ids, slots, last, slots[-1:], at[None], masks)
+        outputs = compute_in_window(part, cache, token_ids, slots, last, slots[-1:], at[None], masks, fixed_shape=False)
         return Outputs(outputs.logits[0], outputs.states)
 
     def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:

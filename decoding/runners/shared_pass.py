@@ -42,6 +42,8 @@ class Rows:
     """True if the pass computes the confidence of its logits."""
     num_tokens: int = 1
     """Number of tokens that each sequence drafts, one position each; 1 in a pass that returns logits."""
+    fixed_shape: bool = False
+    """True if width and slots are those of one of few shapes."""
 
     @classmethod
     def of(cls, passes: Mapping[int, PassRequest], min_rows: int = 1, num_tokens: int = 1) -> Rows:
@@ -127,12 +129,14 @@ def compute_in_window(
     masks: tuple[Tensor, ...],
     logits_to_keep: int | Tensor = 0,
     states: Tensor | None = None,
+    *,
+    fixed_shape: bool,
 ) -> Outputs:
     """Run a pass whose slots and masks are tensors; `last` is the index of the last position, `last_slot` its slot."""
     window = cache.window
     window.begin(slots, last, last_slot, masks)
     try:
-        return part.compute(Inputs(token_ids, positions, cache, logits_to_keep, states, last, masks))
+        return part.compute(Inputs(token_ids, positions, cache, logits_to_keep, states, last, masks, fixed_shape))
     finally:
         window.end_pass()
 
@@ -153,7 +157,16 @@ def compute_rows(part: Part, given: RowInputs, cache: KVCache, mask_kinds: MaskK
     masks = mask_kinds.masks(positions, rows.num_slots)
     last_slot = slots.gather(1, last[:, None])
     outputs = compute_in_window(
-        part, cache, given.token_ids, slots, last, last_slot, positions, masks, states=given.states
+        part,
+        cache,
+        given.token_ids,
+        slots,
+        last,
+        last_slot,
+        positions,
+        masks,
+        states=given.states,
+        fixed_shape=rows.fixed_shape,
     )
     # For all rows at once, not one by one in each sequence's loop.
     drafted = part.verifies and rows.width > 1

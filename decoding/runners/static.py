@@ -226,7 +226,8 @@ class StaticRunner(EagerRunner):
         """Run a shared pass in a fixed shape, if there is one of this width for all rows."""
         if not self.buckets.fits(max(each.width for each in passes.values()), memory.num_rows):
             rows = self._reaching(Rows.of(passes, min_rows=min(2, memory.num_rows)), memory)
-            with self._unrecorded(memory) as cache:
+            cache = KVCache(len(memory.layers), memory.capacity, memory)
+            with compiling(self.block_call):  # it is not recorded, but its blocks are compiled code too
                 outputs = compute_rows(part, RowInputs.of(passes, rows), cache, self._forms, rows)
             return split_rows(outputs, passes, rows)
         rows, cache = self._begin_rows(passes, memory, 1)
@@ -236,12 +237,7 @@ class StaticRunner(EagerRunner):
         self, part: Part, passes: Mapping[int, PassRequest], memory: Storage, num_tokens: int
     ) -> dict[int, Written]:
         """Draft as many tokens as one recording covers."""
-        if not self.buckets.fits(1, memory.num_rows):
-            rows = self._reaching(Rows.of(passes, min_rows=2, num_tokens=num_tokens), memory)
-            with self._unrecorded(memory) as cache:
-                written = compute_chains(part, RowInputs.of(passes, rows), cache, self._forms, rows)
-            return split_chains(written, passes, rows)
-        count = self._longest_chain(num_tokens)
+        count = self._longest_chain(num_tokens) if self.buckets.fits(1, memory.num_rows) else 1
         if count == 1:  # a shared pass of the same shape may be prepared already
             outputs = self.run_shared_pass(part, passes, memory)
             return {row: one_token(each) for row, each in outputs.items()}
@@ -257,7 +253,7 @@ class StaticRunner(EagerRunner):
         rows = Rows.of(passes, min_rows=min_rows, num_tokens=num_tokens)
         width = self.buckets.width(rows.width)
         furthest = max(each.start for each in passes.values()) + width + num_tokens - 1
-        rows = self._reaching(replace(rows, width=width, num_slots=furthest), memory)
+        rows = self._reaching(replace(rows, width=width, num_slots=furthest, fixed_shape=True), memory)
         given = RowInputs.of(passes, rows)
         known = self._row_inputs.setdefault(memory, {})
         if rows.inputs not in known:
@@ -267,14 +263,8 @@ class StaticRunner(EagerRunner):
         return rows, KVCache(len(memory.layers), memory.capacity, memory)
 
     def _reaching(self, rows: Rows, memory: Storage) -> Rows:
-        """Return `rows` with as many slots as compiled code knows: some kernels ask for multiples of a number."""
+        """Return `rows` with their slots rounded up: some attention kernels would need code of their own for other numbers."""
         return replace(rows, num_slots=min(self._reach(memory, rows.num_slots), memory.capacity))
-
-    @contextmanager
-    def _unrecorded(self, memory: Storage) -> Iterator[KVCache]:
-        """Within a pass of a shape that is not prepared, its blocks may be compiled; yield the cache of all sequences."""
-        with compiling(self.block_call):
-            yield KVCache(len(memory.layers), memory.capacity, memory)
 
     def _compute_rows(self, part: Part, cache: KVCache, rows: Rows) -> Outputs:
         return compute_rows(part, self._row_inputs[cache.storage][rows.inputs], cache, self._forms, rows)
@@ -350,7 +340,19 @@ class StaticRunner(EagerRunner):
         if positions is None:
             positions = torch.minimum(slots, last_slot)  # padding has the last token's position
         kept = last if shape.last_only else 0
-        return compute_in_window(part, cache, token_ids, slots, last, last_slot, positions[None], masks, kept, states)
+        return compute_in_window(
+            part,
+            cache,
+            token_ids,
+            slots,
+            last,
+            last_slot,
+            positions[None],
+            masks,
+            kept,
+            states,
+            fixed_shape=True,
+        )
 
 
 def _default_recorder(device: torch.device, blocks: CompiledBlocks | None) -> PassRecorder | None:

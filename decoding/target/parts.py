@@ -53,7 +53,7 @@ class ModelPart:
         current.begin(inputs.token_ids.shape[1], inputs.last, inputs.states)
         masks = {"attention_mask": inputs.masks[0]} if inputs.masks else {}
         try:
-            with attention_backends(inputs.token_ids.device, fixed_shape=bool(inputs.masks)):
+            with attention_backends(inputs.token_ids.device, fixed_shape=inputs.fixed_shape):
                 output = self._module(
                     input_ids=inputs.token_ids,
                     position_ids=inputs.positions,

@@ -98,6 +98,24 @@ def test_every_pass_asks_for_its_device(monkeypatch: pytest.MonkeyPatch, runner:
     assert seen == [1] * 6
 
 
+@pytest.mark.parametrize(("runner", "fixed"), [("eager", set()), ("static", {True})])
+@pytest.mark.usefixtures("uncompiled")
+def test_fixed_shapes_are_those_of_the_static_runner(
+    monkeypatch: pytest.MonkeyPatch, runner: str, fixed: set[bool]
+) -> None:
+    """In a batch of the eager runner each pass has another number of slots: cuDNN would plan for each."""
+    decoder, seen = plain_decoder(Target(build("llama"), runner)), list[bool]()
+
+    @contextmanager
+    def watched(device: torch.device, *, fixed_shape: bool = False) -> Iterator[None]:
+        seen.append(fixed_shape)
+        yield
+
+    monkeypatch.setattr("decoding.target.parts.attention_backends", watched)
+    decoder.generate_batch([Request((5, 17, 33), Ending(6))] * 2)
+    assert set(seen) == {False, *fixed}, "prompts have shapes of their own"
+
+
 def test_stock_generation_runs_with_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     open_now, seen = _watch(monkeypatch, "tuner.measuring.generation.attention_backends"), list[int]()

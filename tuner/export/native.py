@@ -10,13 +10,16 @@ from decoding.draft_length import RULES, CostAwareRule
 from decoding.profile import DraftProfile
 
 NATIVE_RULES = tuple(name for name, rule in RULES.items() if not issubclass(rule, CostAwareRule))
-"""Draft-length rules that the plugin runs: nothing measures costs in vLLM."""
+"""Draft-length rules that need no costs, which nothing measures in vLLM."""
 
 
 def native_flags(profile: DraftProfile, path: Path) -> tuple[str, ...] | None:
     """Return the flags by which vLLM drafts with a profile itself, with the plugin of `plugins/vllm`; None if that cannot."""
     draft, head = profile.draft, profile.draft.trained_head
-    if not draft.drafts or draft.parts.bits or draft.parts.tree or profile.draft_length.rule not in NATIVE_RULES:
+    rule = profile.draft_length
+    if not draft.drafts or draft.parts.bits or draft.parts.tree:
+        return None
+    if isinstance(rule, CostAwareRule) and rule.costs is None:
         return None
     if head is not None and (head.is_autoregressive or head.num_tokens is not None):
         return None

@@ -22,8 +22,8 @@ SECONDS = "SDTUNE_DATASET_SECONDS"
 DEFAULTS = {MEMORY: 4 * 2**30, SECONDS: 600}
 """Bytes beyond the libraries', and seconds of one request. Files are read in pieces, so that data of any size fit."""
 MOST_ANSWER = 2**28
-CODE = Path(__file__).resolve().parents[2]
-"""Where this package lies: a checkout may run without being installed."""
+START = "import sys; sys.path.append(sys.argv.pop(1)); from tuner.inputs.data_files import main; main()"
+"""The first argument is the folder of this package: a checkout may run without being installed."""
 
 
 class Reader:
@@ -59,15 +59,10 @@ class Reader:
             self._process, self._started_by = None, os.getpid()
         if self._process is None:
             # -P: modules of the current folder are not the program's.
-            command = [sys.executable, "-P", "-m", "tuner.inputs.data_files", str(_limit(MEMORY)), str(_limit(SECONDS))]
-            path = os.pathsep.join(filter(None, (str(CODE), os.environ.get("PYTHONPATH"))))
+            code = str(Path(__file__).resolve().parents[2])
+            command = [sys.executable, "-P", "-c", START, code, str(_limit(MEMORY)), str(_limit(SECONDS))]
             self._process = subprocess.Popen(
-                command,
-                env={**os.environ, "PYTHONPATH": path},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                bufsize=0,
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
             )
         return self._process
 
