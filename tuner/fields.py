@@ -121,6 +121,7 @@ else:
     # From the registry, so that a new engine is a choice without another list.
     EngineName = Literal[tuple(PROGRAMS)]
 
+NumRequests = Annotated[int, Field(ge=1, le=1024)]
 EngineHome = Annotated[
     Path | None,
     Field(

@@ -19,13 +19,13 @@ from tuner.fields import (
     EngineName,
     Extra,
     Names,
+    NumRequests,
     ProfileSettings,
     RunnerMode,
     Seed,
 )
 
 COMPARISON: Extra = {"group": "Comparison"}
-NumRequests = Annotated[int, Field(ge=1, le=1024)]
 DraftTokens = Annotated[int, Field(ge=1, le=64)]
 
 

@@ -10,7 +10,7 @@ import json
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -18,22 +18,18 @@ from rich.console import Group, RenderableType
 
 from decoding.text import Ending
 from tuner.bench.task import token_ids
-from tuner.engines.bench import engine_judge
+from tuner.engines.bench import Crowd, LoadFigures, write_alone
 from tuner.errors import ConfigError, EngineError
 from tuner.export.engines.registry import load_engine
-from tuner.export.schedule import KEY, MeasuredSchedule, ScheduledLoad, join_ranges
-from tuner.measuring.baseline import Baseline
+from tuner.export.schedule import KEY, MeasuredSchedule, ScheduledLoad, figures_json, join_ranges, proved
 from tuner.measuring.comparison import FEWEST_SAMPLES
 from tuner.measuring.contender import PLAIN
-from tuner.measuring.turns import Interleaved, PairedBench
 from tuner.review.tables import identical
 from tuner.tables import facts_grid, figures_table
 
 if TYPE_CHECKING:
     from decoding.profile import DraftProfile, Interval
-    from studies.measurement import Measurement
     from tuner.bench.engine import EngineTask
-    from tuner.engines.server import Client
     from tuner.export.plan import Plan
     from tuner.progress import Progress
 
@@ -41,17 +37,6 @@ SCHEDULE = "schedule"
 """Name of the results, and of the draft that follows the whole schedule."""
 LENGTHS, FEW_LENGTHS = (1, 2, 4, 8), (1, 3)
 """Draft lengths beside the export's own, in an engine that starts at once, and in one that does not."""
-
-
-@dataclass(frozen=True)
-class LoadFigures:
-    """A draft in turns with plain decoding, at one number of requests side by side."""
-
-    sequences: int
-    measurement: Measurement
-    """A sample per group of prompts, by the wall clock of its rounds, prompts included."""
-    num_plain_different: int = 0
-    """Texts that plain decoding itself continues otherwise at this number of sequences than alone."""
 
 
 @dataclass(frozen=True)
@@ -108,18 +93,18 @@ def measure_schedule(engine: EngineTask, progress: Progress) -> ScheduleResult:
     drafts, failed = list[DraftLoads](), dict[str, str]()
     assert task.config.engine is not None, "the caller has looked"
     with engine.server((), progress, what="for plain decoding") as plain:
-        progress.stage(f"{program.title}: plain texts", len(task.measured))
-        alone = []
-        for prompt in task.measured:
-            alone.append(program.continuation(plain, prompt.token_ids, task.max_new_tokens))
-            progress.advance()
+        prompts, ending = token_ids(task.measured), Ending(task.max_new_tokens, task.eos_token_ids)
+        alone = write_alone(program, plain, prompts, task.max_new_tokens, progress)
+        crowd = Crowd(prompts, alone, ending, lambda: task.target)
 
         def measure(name: str, flags: Sequence[str], num_tokens: int | None) -> None:
             began = time.monotonic()
             try:
                 with engine.server(flags, progress, what=f"with its draft, {name}") as drafted:
                     numbers = sorted({*task.config.sequences})
-                    loads = [_at_load(engine, alone, plain, name, drafted, each, progress) for each in numbers]
+                    contenders = engine.contender(PLAIN, plain), engine.contender(name, drafted)
+                    repeats = task.config.repeats
+                    loads = [crowd.measure(*contenders, each, progress, repeats=repeats) for each in numbers]
             except EngineError as cause:
                 failed[name] = str(cause)
                 progress.say(f"{name}: {cause}")
@@ -147,44 +132,15 @@ def _usual_lengths(plan: Plan, *, starts_at_once: bool) -> tuple[int, ...]:
     return tuple(sorted({own, *(LENGTHS if starts_at_once else FEW_LENGTHS)}))
 
 
-def _at_load(
-    engine: EngineTask,
-    alone: Sequence[tuple[int, ...]],
-    plain: Client,
-    name: str,
-    drafted: Client,
-    sequences: int,
-    progress: Progress,
-) -> LoadFigures:
-    task, title = engine.task, engine.program.title
-    num_used = len(task.measured) // sequences * sequences
-    baseline = Baseline(
-        prompts=token_ids(task.measured)[:num_used],
-        continuations=tuple(alone[:num_used]),
-        rows=tuple(range(num_used)),
-        ending=Ending(task.max_new_tokens, task.eos_token_ids),
-        batch_size=sequences,
-    )
-    bench = PairedBench(baseline, engine_judge(task.target, baseline))
-    contenders = [engine.contender(PLAIN, plain), engine.contender(name, drafted)]
-    turns = Interleaved([replace(each, by_load=True) for each in contenders])
-    turns.warm_up([bench.batch(0)])
-    repeats = task.config.repeats
-    progress.stage(f"{title}: {name}, {sequences} side by side", repeats * len(bench.indices))
-    found = bench.compete(turns, bench.indices, lambda samples: progress.advance(), repeats=repeats, plain_too=True)
-    progress.say(f"{sequences} side by side, {name}: {found[name].speedup_interval()} over plain decoding")
-    return LoadFigures(sequences, found[name], found[PLAIN].num_prompts - found[PLAIN].num_identical)
-
-
 def best_length(figures: Mapping[int, LoadFigures]) -> tuple[int, Interval | None]:
     """Return the draft length with the best speed-up of those that are proved to be faster than plain decoding, or 0.
 
     A length is proved if its 95 % interval lies above 1 and none of its texts differs, ties apart.
     """
     faster = [
-        (interval.value, num_tokens, interval)
+        ((interval := each.measurement.speedup_interval()).value, num_tokens, interval)
         for num_tokens, each in figures.items()
-        if (interval := each.measurement.speedup_interval()).ci95[0] > 1 and not each.measurement.num_different
+        if proved(each.measurement)
     ]
     if not faster:
         return 0, None
@@ -308,19 +264,8 @@ def schedule_json(result: ScheduleResult) -> dict[str, Any]:
 
 
 def _figures(load: LoadFigures) -> dict[str, Any]:
-    found = load.measurement
     return {
         "sequences": load.sequences,
-        "speedup": found.speedup_interval().model_dump(mode="json"),
-        "plain_tokens_per_second": found.plain_tokens_per_second,
-        "draft_tokens_per_second": found.draft_tokens_per_second,
-        "rounds": found.num_spec_steps,
-        "num_draft_tokens": found.num_draft_tokens,
-        "num_accepted_draft_tokens": found.num_accepted_draft_tokens,
-        "mean_acceptance_length": found.mean_acceptance_length,
-        "texts": found.num_prompts,
-        "identical": found.num_identical,
-        "ties": found.num_ties,
+        **figures_json(load.measurement),
         "plain_different": load.num_plain_different,
-        "samples": [sample.model_dump(mode="json") for sample in found.samples],
     }

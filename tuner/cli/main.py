@@ -66,6 +66,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "distill": CommandEntry(
         "Tune", "Train exit heads, which make early exits draft better.", "tuner.cli.distill:distill"
     ),
+    "tune": CommandEntry("Tune", "Set the lookup or draft model that an engine runs.", "tuner.cli.tune:tune"),
     "show": CommandEntry("Use", "Show a profile, or the exit heads in a folder.", "tuner.cli.show:show"),
     "generate": CommandEntry("Use", "Continue a prompt with a profile.", "tuner.cli.generate:generate"),
     "serve": CommandEntry("Use", "Serve a profile by OpenAI's HTTP API.", "tuner.cli.serve:serve"),

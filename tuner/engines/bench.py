@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -16,21 +16,22 @@ from decoding.losslessness import Comparison, compare
 from tuner.engines.contract import completed
 from tuner.engines.server import served
 from tuner.errors import EngineError
-from tuner.measuring.baseline import FEWEST_DECODED
+from tuner.measuring.baseline import FEWEST_DECODED, Baseline
 from tuner.measuring.contender import PLAIN, Decoded, Prompts
 from tuner.measuring.turns import Interleaved, PairedBench
 
 if TYPE_CHECKING:
     from decoding.target import Target
+    from decoding.text import Ending
     from studies.contract import Candidate
     from studies.measurement import Measurement, PromptSample
     from tuner.engines.candidates import CandidateExports
     from tuner.engines.contract import EngineProgram, ServerSettings
     from tuner.engines.server import Client
     from tuner.export.plan import Plan
-    from tuner.measuring.baseline import Baseline
     from tuner.measuring.paired import Bench
     from tuner.measuring.turns import Judge, OnSample, Texts
+    from tuner.progress import Progress
 
 DRAFTED = "draft"
 """Name of a candidate beside plain decoding."""
@@ -72,20 +73,86 @@ class EngineDecoding:
         return completed(texts, None, seconds, program.counts(after) - program.counts(before))
 
 
-def engine_judge(target: Target, baseline: Baseline) -> Judge:
+def engine_judge(target: Callable[[], Target], baseline: Baseline) -> Judge:
     """Return the comparison with the engine's own plain decoding: at the same moment, or of the prompt alone.
 
     Continuations of the baseline are those of each prompt alone: a batch may round otherwise than one row, which is no fault of
-    the draft. Without any, the text of the same turn is all that there is.
+    the draft. Without any, the text of the same turn is all that there is. `target` is called for texts that differ only.
     """
 
     def judge(name: str, row: int, texts: Texts) -> Comparison:
         if name != PLAIN and texts[name] == texts[PLAIN]:
             return Comparison(identical=True)
         reference = baseline.continuations[row] if baseline.continuations else texts[PLAIN]
-        return compare(target, baseline.prompts[row], reference, texts[name])
+        if texts[name] == reference:
+            return Comparison(identical=True)
+        return compare(target(), baseline.prompts[row], reference, texts[name])
 
     return judge
+
+
+@dataclass(frozen=True)
+class LoadFigures:
+    """A draft in turns with plain decoding, at one number of requests side by side."""
+
+    sequences: int
+    measurement: Measurement
+    """A sample per group of prompts, by the wall clock of its rounds, prompts included."""
+    num_plain_different: int = 0
+    """Texts that plain decoding itself continues otherwise at this number of sequences than alone."""
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """Prompts, and what the engine's plain decoding writes after each of them alone."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    alone: tuple[tuple[int, ...], ...]
+    ending: Ending
+    target: Callable[[], Target]
+    """Returns the model that tells ties from errors; asked for texts that differ only."""
+
+    def measure(
+        self, plain: EngineDecoding, drafted: EngineDecoding, sequences: int, progress: Progress, *, repeats: int = 1
+    ) -> LoadFigures:
+        """Measure a server that drafts in turns with one that does not, with `sequences` prompts side by side."""
+        found = self.side_by_side((plain, drafted), sequences, progress, repeats=repeats)[drafted.name]
+        speedup = found.measurement.speedup_interval()
+        progress.say(f"{sequences} side by side, {drafted.name}: {speedup} over plain decoding")
+        return found
+
+    def side_by_side(
+        self, contenders: Sequence[EngineDecoding], sequences: int, progress: Progress, *, repeats: int = 1
+    ) -> dict[str, LoadFigures]:
+        """Measure several servers in turns, plain decoding among them."""
+        num_used = len(self.prompts) // sequences * sequences
+        baseline = Baseline(
+            prompts=self.prompts[:num_used],
+            continuations=self.alone[:num_used],
+            rows=tuple(range(num_used)),
+            ending=self.ending,
+            batch_size=sequences,
+        )
+        bench = PairedBench(baseline, engine_judge(self.target, baseline))
+        turns = Interleaved([replace(each, by_load=True) for each in contenders])
+        turns.warm_up([bench.batch(0)])
+        title, names = contenders[0].program.title, ", ".join(each.name for each in contenders if each.name != PLAIN)
+        progress.stage(f"{title}: {names}, {sequences} side by side", repeats * len(bench.indices))
+        found = bench.compete(turns, bench.indices, lambda samples: progress.advance(), repeats=repeats, plain_too=True)
+        num_different = found[PLAIN].num_prompts - found[PLAIN].num_identical
+        return {name: LoadFigures(sequences, each, num_different) for name, each in found.items()}
+
+
+def write_alone(
+    program: EngineProgram, plain: Client, prompts: Prompts, max_new_tokens: int, progress: Progress
+) -> tuple[tuple[int, ...], ...]:
+    """Return what the server writes after each prompt alone."""
+    progress.stage(f"{program.title}: plain texts", len(prompts))
+    alone = []
+    for prompt in prompts:
+        alone.append(program.continuation(plain, prompt, max_new_tokens))
+        progress.advance()
+    return tuple(alone)
 
 
 class EngineServers:
@@ -157,7 +224,7 @@ class EngineBench(PairedBench):
     """
 
     def __init__(self, servers: EngineServers, bench: Bench, target: Target) -> None:
-        super().__init__(bench.baseline, engine_judge(target, replace(bench.baseline, continuations=())))
+        super().__init__(bench.baseline, engine_judge(lambda: target, replace(bench.baseline, continuations=())))
         self._servers = servers
 
     def measure(

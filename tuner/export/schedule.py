@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -16,6 +16,7 @@ from tuner.errors import ExportError
 
 if TYPE_CHECKING:
     from decoding.profile import DraftProfile
+    from studies.measurement import Measurement
     from tuner.export.engines.contract import Engine
 
 KEY = "schedule"
@@ -59,15 +60,8 @@ class MeasuredSchedule(Document):
         return max(tokens for _, _, tokens in self.entries)
 
     def describe(self) -> str:
-        """Return a phrase such as `1 to 3 sequences: 4 tokens; from 4: plain decoding`."""
-        parts = []
-        for index, (first, last, tokens) in enumerate(self.entries):
-            numbers = f"{first}" if first == last else f"{first} to {last}"
-            if index == len(self.entries) - 1:
-                numbers = f"from {first}" if index else "any number of"
-            unit = "" if index else " sequence" if numbers == "1" else " sequences"
-            parts.append(f"{numbers}{unit}: {_tokens(tokens)}")
-        return "; ".join(parts)
+        """Return the entries in words."""
+        return in_words(self.entries)
 
     def measured(self) -> Iterator[str]:
         for load in self.loads:
@@ -77,6 +71,18 @@ class MeasuredSchedule(Document):
             if load.scheduled is not None:
                 found += f"; the whole schedule there {load.scheduled}"
             yield f"{found}."
+
+
+def in_words(entries: Sequence[tuple[int, int, int]]) -> str:
+    """Return a phrase such as `1 to 3 sequences: 4 tokens; from 4: plain decoding`."""
+    parts = []
+    for index, (first, last, tokens) in enumerate(entries):
+        numbers = f"{first}" if first == last else f"{first} to {last}"
+        if index == len(entries) - 1:
+            numbers = f"from {first}" if index else "any number of"
+        unit = "" if index else " sequence" if numbers == "1" else " sequences"
+        parts.append(f"{numbers}{unit}: {_tokens(tokens)}")
+    return "; ".join(parts)
 
 
 def _tokens(number: int) -> str:
@@ -116,6 +122,28 @@ def check_schedule(schedule: MeasuredSchedule, profile: DraftProfile, engine: En
             f"{engine.title} has no schedule by number of sequences: {schedule.describe()}. Export with --draft-tokens for the "
             "number of sequences that a server is to have, and serve without the draft where plain decoding is faster"
         )
+
+
+def proved(measurement: Measurement) -> bool:
+    """Return whether a draft is proved to be faster: its 95 % interval lies above 1 and no text differs, ties apart."""
+    return measurement.speedup_interval().ci95[0] > 1 and not measurement.num_different
+
+
+def figures_json(found: Measurement) -> dict[str, Any]:
+    """Return the figures of a draft in an engine with their interval and samples as plain data."""
+    return {
+        "speedup": found.speedup_interval().model_dump(mode="json"),
+        "plain_tokens_per_second": found.plain_tokens_per_second,
+        "draft_tokens_per_second": found.draft_tokens_per_second,
+        "rounds": found.num_spec_steps,
+        "num_draft_tokens": found.num_draft_tokens,
+        "num_accepted_draft_tokens": found.num_accepted_draft_tokens,
+        "mean_acceptance_length": found.mean_acceptance_length,
+        "texts": found.num_prompts,
+        "identical": found.num_identical,
+        "ties": found.num_ties,
+        "samples": [sample.model_dump(mode="json") for sample in found.samples],
+    }
 
 
 def join_ranges(chosen: dict[int, int]) -> tuple[tuple[int, int, int], ...]:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from decoding.errors import first_line
@@ -72,6 +72,26 @@ def load(name: str, *, revision: str | None = None, dtype: str = "auto", device:
     else:
         model = model.to(torch_device)
     return Loaded(model.eval(), tokenizer, name, loaded_revision)
+
+
+def load_tokenizer(name: str, revision: str | None) -> Any:
+    """Load the tokenizer of the model `name` alone; raise `ConfigError` as `load` does."""
+    check_folder(name)
+    with quiet(), readable(name, "is neither a model folder nor available from the hub"):
+        refuse_growing_text(name, revision)
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+
+
+def load_text_config(name: str, revision: str | None) -> PreTrainedConfig:
+    """Load the configuration of a model's text alone; raise `ConfigError` as `load` does."""
+    with readable(name, "is neither a model folder nor available from the hub"):
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False).get_text_config()
+
+
+def auto_dtype(config: PreTrainedConfig) -> str:
+    """Return what `load` takes the dtype auto for."""
+    on_cpu = resolve_device("auto").type == "cpu"
+    return str((not on_cpu and config.dtype) or torch.float32).removeprefix("torch.")
 
 
 def load_target(profile: DraftProfile, settings: ProfileSettings) -> Loaded:

@@ -24,9 +24,9 @@ from tests.support.engine_stub import write_llama_cpp
 from tests.support.profiles import save_profile
 from tests.support.refusals import refused
 from tests.support.tiny import write_tiny_prompts
-from tuner.bench.loads import DraftLoads, LoadFigures, ScheduleResult, best_length, check_groups, schedule_table
+from tuner.bench.loads import DraftLoads, ScheduleResult, best_length, check_groups, schedule_table
 from tuner.cli.main import main
-from tuner.engines.bench import EngineDecoding, engine_judge
+from tuner.engines.bench import EngineDecoding, LoadFigures, engine_judge
 from tuner.engines.contract import DraftCounts, EngineProgram
 from tuner.engines.server import Client
 from tuner.errors import ConfigError
@@ -111,12 +111,12 @@ def test_requests_side_by_side_are_timed_from_the_first_request_to_the_last_answ
 def test_what_plain_decoding_does_at_the_same_load_is_no_fault_of_the_draft() -> None:
     target: Any = SimpleNamespace(runner=SimpleNamespace(exact_width=8), dtype=torch.float32)
     baseline = Baseline(((1,),), ((10, 11),), (0,), Ending(2, frozenset()))
-    judge = engine_judge(target, baseline)
+    judge = engine_judge(lambda: target, baseline)
     assert judge("draft", 0, {"plain": (10, 12), "draft": (10, 12)}).identical
     assert judge("draft", 0, {"plain": (10, 12), "draft": (10, 11)}).identical
     assert not judge("draft", 0, {"plain": (10, 12), "draft": (10, 13)}).identical
     assert not judge("plain", 0, {"plain": (10, 12)}).identical, "plain decoding itself is compared with that of one"
-    alone = engine_judge(target, replace(baseline, continuations=()))
+    alone = engine_judge(lambda: target, replace(baseline, continuations=()))
     assert not alone("draft", 0, {"plain": (10, 12), "draft": (10, 11)}).identical, "of one request each"
 
 

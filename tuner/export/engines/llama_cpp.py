@@ -9,8 +9,9 @@ from tuner.export.engines import gguf_converter
 from tuner.export.engines.contract import Engine, command, script
 from tuner.export.plan import Plan
 
-CONVERT, CONVERTER, TARGET = "convert.sh", "gguf_converter.py", "target.gguf"
-OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+GGUF = ".gguf"
+CONVERT, CONVERTER, TARGET, DRAFT = "convert.sh", "gguf_converter.py", f"target{GGUF}", f"draft{GGUF}"
+OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "q8_0"}
 QUANTISED = {8: "Q8_0", 4: "Q4_0"}
 """llama.cpp's types nearest to our quantised weights: also one scale per group and symmetric, but rounded otherwise."""
 
@@ -71,6 +72,12 @@ class LlamaCpp(Engine):
         return settings
 
 
+def conversion(model: str, dtype: str, file: str) -> str:
+    """Return the command that converts a model's folder to a GGUF file."""
+    outtype = OUTTYPES[dtype]
+    return f'python {CONVERTER} "$LLAMA_CPP/convert_hf_to_gguf.py" --outtype {outtype} {quote(model)} --outfile {quote(file)}'
+
+
 def _draft_file(plan: Plan) -> str:
     return f"{plan.out}/draft{'' if plan.bits is None else f'-{QUANTISED[plan.bits]}'}.gguf"
 
@@ -80,19 +87,14 @@ def _conversions(plan: Plan) -> list[str]:
 
     A target that is there is kept. The converter itself writes the draft in Q8_0; for other types it is quantised afterwards.
     """
-    converter = f'python {CONVERTER} "$LLAMA_CPP/convert_hf_to_gguf.py"'
-
-    def convert(model: str, outtype: str, file: str) -> str:
-        return f"{converter} --outtype {outtype} {quote(model)} --outfile {quote(file)}"
-
-    whole, dtype = f"{plan.out}/{TARGET}", OUTTYPES[plan.dtype]
-    commands = [f"[ -e {quote(whole)} ] || {convert(plan.model, dtype, whole)}"]
+    whole = f"{plan.out}/{TARGET}"
+    commands = [f"[ -e {quote(whole)} ] || {conversion(plan.model, plan.dtype, whole)}"]
     model = str(plan.draft) if plan.needs_draft_folder else plan.model
     if plan.bits == 8:
-        commands.append(convert(model, "q8_0", _draft_file(plan)))
+        commands.append(conversion(model, "int8", _draft_file(plan)))
     elif plan.needs_draft_folder:
-        whole = f"{plan.out}/draft.gguf"
-        commands.append(convert(model, dtype, whole))
+        whole = f"{plan.out}/{DRAFT}"
+        commands.append(conversion(model, plan.dtype, whole))
     if plan.bits == 4:
         commands.append(f"llama-quantize {quote(whole)} {quote(_draft_file(plan))} {QUANTISED[plan.bits]}")
     return commands

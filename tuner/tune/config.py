@@ -1,0 +1,64 @@
+"""Settings of `sdtune tune`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from tuner.fields import (
+    ENGINE,
+    OUTPUTS,
+    PROBLEM,
+    DatasetChoice,
+    Dtype,
+    EngineArgs,
+    EngineHome,
+    EngineName,
+    Model,
+    NumRequests,
+    PromptSettings,
+    Revision,
+    Seed,
+    Threads,
+)
+
+
+class ModelChoice(DatasetChoice):
+    """Model and dataset; a base of its own, so that they precede the other settings."""
+
+    model: Model
+
+
+class TuneConfig(PromptSettings, ModelChoice):
+    """Settings of a tuning of an engine's own speculation."""
+
+    revision: Revision = None
+    engine: EngineName = Field(description="The engine that serves the model.", json_schema_extra=ENGINE)
+    engine_home: EngineHome = None
+    engine_args: EngineArgs = None
+    draft_model: str | None = Field(
+        None,
+        description="Draft model of yours, as the engine loads it: a small model, or a head that vLLM knows; a .gguf file.",
+        json_schema_extra={**ENGINE, "metavar": "PATH"},
+    )
+    sequences: tuple[NumRequests, ...] = Field(
+        (1,), description="Tune for N requests side by side; may be repeated.", json_schema_extra=ENGINE
+    )
+    most_servers: Annotated[int, Field(ge=2)] = Field(
+        5, description="Servers with a draft to start before the last one, which confirms.", json_schema_extra=ENGINE
+    )
+    tuning_prompts: int = Field(
+        12, ge=2, description="Prompts on which settings are chosen.", json_schema_extra=PROBLEM
+    )
+    held_out_prompts: int = Field(
+        24, ge=2, description="Other prompts, on which the chosen one is measured.", json_schema_extra=PROBLEM
+    )
+    max_new_tokens: int = Field(64, ge=9, description="Tokens to generate.", json_schema_extra=PROBLEM)
+    seed: Seed = 0
+    dtype: Dtype = "auto"
+    threads: Threads = None
+    out: Path = Field(
+        Path("tune"), description="Folder of the results.", json_schema_extra={**OUTPUTS, "metavar": "DIR"}
+    )

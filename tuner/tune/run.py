@@ -1,0 +1,274 @@
+"""One tuning of an engine's own speculation: a few servers, each at the setting that is predicted best so far, and a last one.
+
+Our formulation. One server decodes plainly all the time. The first server of each kind of draft has a usual setting; costs are
+fitted to what was measured, the setting that they predict to be fastest at each load is measured next, and so on, until the
+predicted one has been measured. The chosen settings are then measured on prompts that took no part.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from decoding.target import Target
+from decoding.text import Ending
+from tuner.engines.bench import Crowd, EngineDecoding, LoadFigures, write_alone
+from tuner.engines.contract import EngineProgram, Served, ServerSettings, find_engine
+from tuner.engines.server import Client, served
+from tuner.errors import EngineError
+from tuner.export.run import model_folder_of
+from tuner.export.schedule import join_ranges
+from tuner.inputs.models import auto_dtype, load, load_text_config, load_tokenizer
+from tuner.inputs.prompts import PromptSet, load_prompts
+from tuner.measuring.comparison import FEWEST_SAMPLES
+from tuner.measuring.contender import PLAIN
+from tuner.results import check_results_folder, plain_text, write_result
+from tuner.tune.costs import Costs, PlainOr, Setting, Tried, best
+from tuner.tune.report import Tuned, describe, tuned_json, tuned_table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tuner.engines.methods import Method
+    from tuner.inputs.prompts import Prompt
+    from tuner.progress import Progress
+    from tuner.tune.config import TuneConfig
+
+NAME = "tune"
+OVER = 72
+"""Positions beyond the longest text: of the longest draft, and a few."""
+VERIFYING = 0.1
+"""Cost of a drafted token in steps that is supposed until one is measured: it decides the first lookup."""
+FIRST_LENGTHS = (8, 2)
+"""Drafted tokens of the first servers of a method that cannot be replayed."""
+
+
+@dataclass
+class TuneTask:
+    """An engine, a model and prompts, before a server runs."""
+
+    config: TuneConfig
+    program: EngineProgram
+    served: Served
+    prompts: PromptSet
+    target: Callable[[], Target]
+    settings: ServerSettings
+    logs: Path
+    num_started: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    """Drafts that the engine did not run, with its reasons."""
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The numbers of requests side by side, ascending."""
+        return tuple(sorted({*self.config.sequences}))
+
+    @contextmanager
+    def server(self, name: str, flags: Sequence[str], progress: Progress) -> Iterator[EngineDecoding]:
+        """Serve with these flags of a draft, or plainly without, while the context lasts."""
+        progress.stage(f"starting {self.program.title}: {name}")
+        self.num_started += 1
+        log = self.logs / f"server-{self.num_started}.log"
+        with served(self.program, self.served, self.settings, flags, log) as client:
+            yield EngineDecoding(name, self.program, client)
+
+    def crowd(self, plain: Client, prompts: Sequence[Prompt], progress: Progress) -> Crowd:
+        """Return prompts with the texts that the plain server writes after them."""
+        token_ids = tuple(prompt.token_ids for prompt in prompts)
+        alone = write_alone(self.program, plain, token_ids, self.config.max_new_tokens, progress)
+        return Crowd(token_ids, alone, Ending(self.config.max_new_tokens, frozenset()), self.target)
+
+
+def run_and_write(config: TuneConfig, *, progress: Progress) -> tuple[RenderableType, Path, str | None]:
+    """Tune, write `tune.json` and `tune.txt`, and return the table, the JSON file, and the error to end with after they are shown.
+
+    Raises SdtuneError for wrong input, and for an engine that is not found or fails.
+    """
+    check_results_folder(config.out)
+    with tune_task(config, progress) as task:
+        found = tune(task, progress)
+    shown = tuned_table(found)
+    config.out.mkdir(exist_ok=True)
+    write_result(config.out, f"{NAME}.txt", plain_text(shown))
+    write_result(config.out, f"{NAME}.json", json.dumps(tuned_json(found), indent=1))
+    wrong = f"{found.num_different} texts differ from {task.program.title}'s own plain decoding"
+    return shown, config.out / f"{NAME}.json", wrong if found.num_different else None
+
+
+@contextmanager
+def tune_task(config: TuneConfig, progress: Progress) -> Iterator[TuneTask]:
+    """Find the engine, read tokenizer and prompts, and write the files that the engine loads. The model is not loaded here."""
+    program = find_engine(config.engine, config.engine_home)
+    tokenizer = load_tokenizer(config.model, config.revision)
+    text_config = load_text_config(config.model, config.revision)
+    limit = getattr(text_config, "max_position_embeddings", None)
+    most = max(config.sequences)
+    prompts = load_prompts(
+        config.dataset,
+        tokenizer,
+        num_tuning=max(config.tuning_prompts, FEWEST_SAMPLES * most),
+        num_held_out=max(config.held_out_prompts, FEWEST_SAMPLES * most),
+        max_new_tokens=config.max_new_tokens,
+        context_length=limit,
+        seed=config.seed,
+        settings=config,
+    )
+    for note in prompts.notes:
+        progress.say(note)
+    dtype = auto_dtype(text_config) if config.dtype == "auto" else config.dtype
+
+    @cache
+    def target() -> Target:
+        """Load the model here, to tell ties from errors: only where texts differ."""
+        return Target(load(config.model, revision=config.revision, dtype=dtype).model)
+
+    longest = max(len(prompt.token_ids) for prompt in (*prompts.tuning, *prompts.held_out))
+    wanted = longest + config.max_new_tokens + OVER
+    settings = ServerSettings(
+        context=wanted if limit is None else min(wanted, limit),
+        threads=config.threads,
+        sequences=most,
+        arguments=tuple(shlex.split(config.engine_args or "")),
+    )
+    with tempfile.TemporaryDirectory(prefix="sdtune-engine-") as folder:
+        out, folder_of_model = Path(folder), str(model_folder_of(config.model, config.revision))
+        model = Served(folder_of_model, dtype, out, config.draft_model)
+        progress.stage(f"files for {program.title}")
+        for remark in program.prepare_model(model, out / "convert.log"):
+            progress.say(remark)
+        yield TuneTask(config, program, model, prompts, target, settings, out)
+
+
+def tune(task: TuneTask, progress: Progress) -> Tuned:
+    """Find the fastest settings, and measure them on the held-out prompts.
+
+    Raises `EngineError` if the engine runs no draft.
+    """
+    methods, version, began = task.program.methods(task.served), task.program.version(), time.monotonic()
+    with task.server(PLAIN, (), progress) as plain:
+        crowd = task.crowd(plain.client, task.prompts.tuning, progress)
+        costs = Costs(crowd.prompts, crowd.alone)
+        search(
+            task, methods, costs, lambda name, flags, loads: _measure(task, plain, crowd, name, flags, loads, progress)
+        )
+        progress.say(f"{len(costs.measured)} measurements, {task.num_started - 1} servers with a draft")
+        chosen = best(costs, methods, task.sequences, one_method=task.program.has_schedule)
+        held_out = task.crowd(plain.client, task.prompts.held_out, progress)
+        confirmed: dict[int, LoadFigures] = {}
+        for name, flags, loads in servers(task.program, chosen, skip=lambda setting, number: False):
+            found = _measure(task, plain, held_out, name, flags, loads, progress)
+            if found is None:
+                raise EngineError(f"{task.program.title} ran {name} before, and does not now: {task.failed[name]}")
+            confirmed |= found
+    return Tuned(
+        config=task.config,
+        program=task.program,
+        version=version,
+        served=task.served,
+        chosen=chosen,
+        confirmed=confirmed,
+        costs=costs,
+        failed=task.failed,
+        num_servers=task.num_started,
+        seconds=time.monotonic() - began,
+        fingerprint=task.prompts.fingerprint,
+    )
+
+
+Measure = Callable[[str, Sequence[str], Mapping[int, Setting]], Mapping[int, LoadFigures] | None]
+"""Measures a server with these flags at the numbers of requests that have a setting; None if the engine does not run it."""
+
+
+def search(task: TuneTask, methods: Sequence[Method], costs: Costs, measure: Measure) -> None:
+    """Measure settings until those that are predicted to be fastest have been measured, or no further server may start."""
+
+    def run(chosen: Mapping[int, PlainOr]) -> bool:
+        """Measure what is new of these settings; return whether anything was."""
+        new = list(servers(task.program, chosen, skip=lambda setting, number: (setting, number) in tried))
+        for name, flags, loads in new:
+            found = measure(name, flags, loads)
+            tried.update((setting, number) for number, setting in loads.items())
+            for number, each in (found or {}).items():
+                costs.add(Tried(loads[number], number, each.measurement))
+        if new and costs.measured:
+            costs.fit()
+        return bool(new)
+
+    tried: set[tuple[Setting, int]] = set()
+    for setting in first_settings(methods, costs, task.sequences):
+        run(dict.fromkeys(task.sequences, setting))
+    if not costs.measured:
+        raise EngineError("; ".join(task.failed.values()) or f"{task.program.title} has nothing to tune")
+    while task.num_started <= task.config.most_servers:
+        if not run(best(costs, methods, task.sequences, one_method=task.program.has_schedule)):
+            break
+
+
+def first_settings(methods: Sequence[Method], costs: Costs, sequences: Sequence[int]) -> Iterator[Setting]:
+    """Yield a setting or two of each kind of draft, from which its costs are fitted."""
+    kinds: dict[str, list[Method]] = {}
+    for method in methods:
+        kinds.setdefault(method.kind, []).append(method)
+    for of_kind in kinds.values():
+        if of_kind[0].lookup is not None:
+            yield min(
+                (Setting(method, number) for method in of_kind for number in method.lengths),
+                key=lambda setting: _supposed(costs, setting, sequences[0]),
+            )
+        else:
+            yield from (Setting(of_kind[0], number) for number in FIRST_LENGTHS)
+
+
+def _supposed(costs: Costs, setting: Setting, sequences: int) -> float:
+    groups = costs.work(setting, sequences)
+    return sum(each["steps"] + VERIFYING * each[f"verified, {sequences}"] for each in groups)
+
+
+def servers(
+    program: EngineProgram, chosen: Mapping[int, PlainOr], *, skip: Callable[[Setting, int], bool]
+) -> Iterator[tuple[str, Sequence[str], dict[int, Setting]]]:
+    """Yield name, flags and loads of the servers that measure these settings where they are not to be skipped.
+
+    A server with a schedule has all numbers of tokens; without one, each setting has a server of its own.
+    """
+    wanted = {number: each for number, each in chosen.items() if each is not None and not skip(each, number)}
+    if program.has_schedule and wanted:
+        method = next(iter(wanted.values())).method
+        yield method.name, flags_of(method, chosen), wanted
+        return
+    for setting in dict.fromkeys(wanted.values()):
+        loads = {number: each for number, each in wanted.items() if each == setting}
+        yield describe(setting), setting.method.flags(setting.num_tokens, None), loads
+
+
+def flags_of(method: Method, chosen: Mapping[int, PlainOr]) -> tuple[str, ...]:
+    """Return the flags of a server with a schedule, if there is more than one number of tokens."""
+    lengths = {number: 0 if each is None else each.num_tokens for number, each in chosen.items()}
+    most = max(lengths.values())
+    return method.flags(most, None if len(lengths) == 1 else join_ranges(lengths))
+
+
+def _measure(
+    task: TuneTask,
+    plain: EngineDecoding,
+    crowd: Crowd,
+    name: str,
+    flags: Sequence[str],
+    loads: Mapping[int, Setting],
+    progress: Progress,
+) -> dict[int, LoadFigures] | None:
+    try:
+        with task.server(name, flags, progress) as drafted:
+            return {number: crowd.measure(plain, drafted, number, progress) for number in loads}
+    except EngineError as cause:
+        task.failed[name] = str(cause)
+        progress.say(f"{name}: {cause}")
+        return None
