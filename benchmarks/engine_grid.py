@@ -55,9 +55,7 @@ def main() -> None:
         **settings_of(args),
     )
     with tune_task(config, Printed()) as task:
-        began = time.monotonic()
         tuned = tune(task, Printed())
-        seconds_of_tuning = time.monotonic() - began
         methods = [each for each in task.program.methods(task.served) if re.search(args.methods, each.name)]
         settings = [
             Setting(each, n) for each in methods for n in each.lengths if args.lengths is None or n in args.lengths
@@ -69,10 +67,12 @@ def main() -> None:
             seconds_of_grid = time.monotonic() - began
             held_out = task.crowd(plain.client, task.prompts.held_out, Printed())
             rows = [compared(task, plain, held_out, number, grid, tuned.chosen[number]) for number in task.sequences]
-    share = seconds_of_tuning / seconds_of_grid
-    title = f"{config.engine}: tuned in {seconds_of_tuning:.0f} s, {len(settings)} settings in {seconds_of_grid:.0f} s, {share:.1%}"
+    share, chosen_in = tuned.search_seconds / seconds_of_grid, f"chosen in {tuned.search_seconds:.0f} s"
+    title = (
+        f"{config.engine}: {chosen_in}, {share:.1%} of the grid's {seconds_of_grid:.0f} s for {len(settings)} settings"
+    )
     show(title, [{name: cell for name, cell in row.items() if name != "samples"} for row in rows])
-    write(args.json, facts_of(tuned, grid, rows, seconds_of_tuning, seconds_of_grid), by_setting(grid))
+    write(args.json, facts_of(tuned, grid, rows, seconds_of_grid), by_setting(grid))
 
 
 def measured(
@@ -150,14 +150,12 @@ def facts_of(
     tuned: Tuned,
     grid: Mapping[Setting, dict[int, LoadFigures]],
     rows: list[dict[str, Any]],
-    seconds_of_tuning: float,
     seconds_of_grid: float,
 ) -> dict[str, Any]:
     """Return everything but the samples of the grid, whose figures are in the CSV."""
     document = tuned_json(tuned)
     del document["provenance"]
     return {
-        "seconds_of_tuning": seconds_of_tuning,
         "seconds_of_grid": seconds_of_grid,
         "settings_of_grid": len(grid),
         "compared": rows,

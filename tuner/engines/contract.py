@@ -104,8 +104,6 @@ class EngineProgram(ABC):
     """Files of an export that hold the target: exports of one model may share them."""
     starts_at_once: ClassVar[bool] = False
     """True if a server starts in seconds, so that many settings can be tried."""
-    has_schedule: ClassVar[bool] = False
-    """True if a server may draft another number of tokens for each number of requests side by side."""
 
     @classmethod
     @abstractmethod

@@ -91,6 +91,8 @@ class Method:
     flags: Flags = field(repr=False, compare=False)
     lookup: CopySource | None = None
     """None for what cannot be replayed: its acceptance is measured."""
+    has_schedule: bool = False
+    """True if a server may draft another number of tokens for each number of requests side by side."""
     runs_model: bool = False
     """True if each drafted token takes a pass of a draft model."""
 

@@ -54,7 +54,6 @@ class VllmServer(EngineProgram):
     counters: ClassVar[str] = "vllm:spec_decode_"
     home_variable: ClassVar[str] = "SDTUNE_VLLM"
     start_seconds: ClassVar[float] = 600.0
-    has_schedule: ClassVar[bool] = True
 
     python: Path
 
@@ -118,14 +117,15 @@ class VllmServer(EngineProgram):
                 LENGTHS,
                 _drafting(method="ngram", prompt_lookup_max=longest, prompt_lookup_min=shortest),
                 EarliestMatch(longest, shortest),
+                has_schedule=True,
             )
             for longest, shortest in ranges
         ]
-        if self._has(SUFFIXES):
+        if self._has(SUFFIXES):  # with a schedule, vLLM 0.32 ends with an assertion at the first other length
             found.append(Method("suffixes", "suffixes", LENGTHS, _drafting(method="suffix")))
         if served.draft_model is not None:
             flags = _drafting(model=served.draft_model)
-            found.append(Method("draft model", "draft model", LENGTHS, flags, runs_model=True))
+            found.append(Method("draft model", "draft model", LENGTHS, flags, has_schedule=True, runs_model=True))
         return tuple(found)
 
     def _has(self, distribution: str) -> bool:

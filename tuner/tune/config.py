@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 from pydantic import Field
 
@@ -46,8 +45,11 @@ class TuneConfig(PromptSettings, ModelChoice):
     sequences: tuple[NumRequests, ...] = Field(
         (1,), description="Tune for N requests side by side; may be repeated.", json_schema_extra=ENGINE
     )
-    most_servers: Annotated[int, Field(ge=2)] = Field(
-        5, description="Servers with a draft to start before the last one, which confirms.", json_schema_extra=ENGINE
+    further_servers: int = Field(
+        3,
+        ge=0,
+        description="Servers to start, at most, after the first one or two of each kind of draft.",
+        json_schema_extra=ENGINE,
     )
     tuning_prompts: int = Field(
         12, ge=2, description="Prompts on which settings are chosen.", json_schema_extra=PROBLEM

@@ -8,7 +8,7 @@ non-negative least squares of relative errors. What is left is a factor for each
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import exp, log
 from typing import TYPE_CHECKING, NamedTuple
@@ -60,13 +60,18 @@ class Costs:
         """`alone` are the plain texts of the prompts."""
         self._prompts, self._alone = prompts, alone
         self._replays = [Replay(prompt, text) for prompt, text in zip(prompts, alone, strict=True)]
-        self.measured: list[Tried] = []
+        self._found: dict[tuple[Setting, int], Tried] = {}
         self._coefficients: dict[str, float] = {}
         self._factors: dict[tuple[str | None, int], float] = {}
 
+    @property
+    def measured(self) -> list[Tried]:
+        """All measurements, in order."""
+        return list(self._found.values())
+
     def add(self, measured: Tried) -> None:
         """Take in a measurement of groups of these prompts, in order."""
-        self.measured.append(measured)
+        self._found[measured.setting, measured.sequences] = measured
 
     def fit(self) -> None:
         """Fit the coefficients to all measurements."""
@@ -90,10 +95,12 @@ class Costs:
 
     def speedup(self, setting: Setting, sequences: int) -> float:
         """Return the speed-up over plain decoding: as measured, else as predicted."""
-        for each in self.measured:
-            if (each.setting, each.sequences) == (setting, sequences):
-                return each.measurement.speedup
-        return self.predicted(setting, sequences)
+        found = self._found.get((setting, sequences))
+        return self.predicted(setting, sequences) if found is None else found.measurement.speedup
+
+    def has(self, setting: Setting, sequences: int) -> bool:
+        """Return whether the setting was measured at this load."""
+        return (setting, sequences) in self._found
 
     def predicted(self, setting: Setting, sequences: int) -> float:
         """Return the predicted speed-up over plain decoding."""
@@ -169,25 +176,28 @@ class Costs:
         return self._unscaled(setting, sequences) * self._factors.get((kind, sequences), 1.0)
 
 
-Chosen = Mapping[int, PlainOr]
-"""The setting for each number of requests side by side."""
+def best(
+    costs: Costs, methods: Sequence[Method], sequences: Sequence[int], *, measured_only: bool = False
+) -> tuple[float, dict[int, PlainOr]]:
+    """Return the fastest settings, plain decoding where none is faster, and the sum of the logarithms of their speed-ups.
 
-
-def best(costs: Costs, methods: Sequence[Method], sequences: Sequence[int], *, one_method: bool) -> dict[int, PlainOr]:
-    """Return the fastest settings of the methods whose kind was measured; plain decoding where none is faster.
-
-    With `one_method` all loads have one, with different numbers of tokens: a server has one method and perhaps a schedule.
+    All loads have one method with a schedule, or each has a setting without one: that is what one server, or one server for each
+    load, can run. Kinds of which nothing was measured are left out, with `measured_only` everything else that was not.
     """
-    settings = [[Setting(method, number) for number in method.lengths] for method in methods if costs.knows(method)]
-    if not one_method:
-        settings = [[each for of_method in settings for each in of_method]]
-    found: list[tuple[float, dict[int, PlainOr]]] = []
-    for group in settings:
-        chosen: dict[int, PlainOr] = {}
-        score = 0.0
+    known = [method for method in methods if costs.knows(method)]
+    of_methods = [[Setting(method, number) for number in method.lengths] for method in known]
+    groups = [each for each in of_methods if each[0].method.has_schedule]
+    groups.append([setting for each in of_methods for setting in each if not setting.method.has_schedule])
+    found: list[tuple[float, dict[int, PlainOr]]] = [(0.0, dict.fromkeys(sequences))]
+    for group in groups:
+        score, chosen = 0.0, dict[int, PlainOr]()
         for number in sequences:
-            speed, setting = max(((costs.speedup(each, number), each) for each in group), key=lambda each: each[0])
-            chosen[number] = setting if speed > 1.0 else None
+            rated = [
+                (costs.speedup(each, number), each) for each in group if not measured_only or costs.has(each, number)
+            ]
+            speed, chosen[number] = max(rated, key=lambda each: each[0], default=(1.0, None))
+            if speed <= 1.0:
+                chosen[number] = None
             score += log(max(speed, 1.0))
         found.append((score, chosen))
-    return max(found, key=lambda each: each[0])[1]
+    return max(found, key=lambda each: each[0])

@@ -38,7 +38,10 @@ class Tuned:
     costs: Costs
     failed: Mapping[str, str]
     num_servers: int
+    search_seconds: float
+    """Until the settings were chosen."""
     seconds: float
+    """Of everything, from the first server on."""
     fingerprint: str
 
     @property
@@ -62,7 +65,7 @@ class Tuned:
         settings = list(dict.fromkeys(each for each in proved.values() if each is not None))
         if not settings:
             return []
-        if self.program.has_schedule:
+        if settings[0].method.has_schedule:
             lengths = {number: 0 if each is None else each.num_tokens for number, each in proved.items()}
             entries = join_ranges(lengths)
             schedule = None if len(lengths) == 1 else entries
@@ -117,7 +120,10 @@ def tuned_table(found: Tuned) -> RenderableType:
         )
     for name, reason in found.failed.items():
         legend.add_row("failed", f"{name}: {reason}")
-    legend.add_row("took", f"{found.seconds / 60:.1f} minutes, {found.num_servers} servers")
+    legend.add_row(
+        "took",
+        f"{found.search_seconds / 60:.1f} minutes to choose, {found.seconds / 60:.1f} in all; {found.num_servers} servers",
+    )
     return Group(table, legend)
 
 
@@ -134,6 +140,7 @@ def tuned_json(found: Tuned) -> dict[str, Any]:
         "engine_args": config.engine_args,
         "dtype": found.served.dtype,
         **{name: getattr(config, name) for name in ("max_new_tokens", "threads", "seed", *PromptSettings.model_fields)},
+        "search_seconds": found.search_seconds,
         "seconds": found.seconds,
         "servers": found.num_servers,
         "use": [{"where": where, "flags": flags} for where, flags in found.uses()],

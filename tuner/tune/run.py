@@ -1,8 +1,8 @@
 """One tuning of an engine's own speculation: a few servers, each at the setting that is predicted best so far, and a last one.
 
 Our formulation. One server decodes plainly all the time. The first server of each kind of draft has a usual setting; costs are
-fitted to what was measured, the setting that they predict to be fastest at each load is measured next, and so on, until the
-predicted one has been measured. The chosen settings are then measured on prompts that took no part.
+fitted to what was measured, the settings that they predict to be fastest are measured next, and so on, until no prediction is
+faster than what was measured. The fastest measured settings are then measured on prompts that took no part.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ OVER = 72
 """Positions beyond the longest text: of the longest draft, and a few."""
 VERIFYING = 0.1
 """Cost of a drafted token in steps that is supposed until one is measured: it decides the first lookup."""
+MATTERS = 0.01
+"""Logarithm of the speed-up that a prediction must add for a server to be started, per load."""
 FIRST_LENGTHS = (8, 2)
 """Drafted tokens of the first servers of a method that cannot be replayed."""
 
@@ -159,14 +161,15 @@ def tune(task: TuneTask, progress: Progress) -> Tuned:
         search(
             task, methods, costs, lambda name, flags, loads: _measure(task, plain, crowd, name, flags, loads, progress)
         )
+        search_seconds = time.monotonic() - began
         progress.say(f"{len(costs.measured)} measurements, {task.num_started - 1} servers with a draft")
-        chosen = best(costs, methods, task.sequences, one_method=task.program.has_schedule)
+        _, chosen = best(costs, methods, task.sequences, measured_only=True)
         held_out = task.crowd(plain.client, task.prompts.held_out, progress)
         confirmed: dict[int, LoadFigures] = {}
-        for name, flags, loads in servers(task.program, chosen, skip=lambda setting, number: False):
+        for name, flags, loads in servers(chosen, lambda setting, number: False):
             found = _measure(task, plain, held_out, name, flags, loads, progress)
             if found is None:
-                raise EngineError(f"{task.program.title} ran {name} before, and does not now: {task.failed[name]}")
+                raise EngineError(f"{name} does not run: {task.failed[name]}")
             confirmed |= found
     return Tuned(
         config=task.config,
@@ -178,6 +181,7 @@ def tune(task: TuneTask, progress: Progress) -> Tuned:
         costs=costs,
         failed=task.failed,
         num_servers=task.num_started,
+        search_seconds=search_seconds,
         seconds=time.monotonic() - began,
         fingerprint=task.prompts.fingerprint,
     )
@@ -190,9 +194,11 @@ Measure = Callable[[str, Sequence[str], Mapping[int, Setting]], Mapping[int, Loa
 def search(task: TuneTask, methods: Sequence[Method], costs: Costs, measure: Measure) -> None:
     """Measure settings until those that are predicted to be fastest have been measured, or no further server may start."""
 
+    tried: set[tuple[Setting, int]] = set()
+
     def run(chosen: Mapping[int, PlainOr]) -> bool:
         """Measure what is new of these settings; return whether anything was."""
-        new = list(servers(task.program, chosen, skip=lambda setting, number: (setting, number) in tried))
+        new = list(servers(chosen, lambda setting, number: (setting, number) in tried))
         for name, flags, loads in new:
             found = measure(name, flags, loads)
             tried.update((setting, number) for number, setting in loads.items())
@@ -202,13 +208,16 @@ def search(task: TuneTask, methods: Sequence[Method], costs: Costs, measure: Mea
             costs.fit()
         return bool(new)
 
-    tried: set[tuple[Setting, int]] = set()
     for setting in first_settings(methods, costs, task.sequences):
         run(dict.fromkeys(task.sequences, setting))
     if not costs.measured:
         raise EngineError("; ".join(task.failed.values()) or f"{task.program.title} has nothing to tune")
-    while task.num_started <= task.config.most_servers:
-        if not run(best(costs, methods, task.sequences, one_method=task.program.has_schedule)):
+    most = task.num_started + task.config.further_servers
+    while task.num_started < most:
+        (expected, chosen), (known, _) = (
+            best(costs, methods, task.sequences, measured_only=each) for each in (False, True)
+        )
+        if expected - known <= MATTERS * len(task.sequences) or not run(chosen):
             break
 
 
@@ -233,18 +242,19 @@ def _supposed(costs: Costs, setting: Setting, sequences: int) -> float:
 
 
 def servers(
-    program: EngineProgram, chosen: Mapping[int, PlainOr], *, skip: Callable[[Setting, int], bool]
+    chosen: Mapping[int, PlainOr], skip: Callable[[Setting, int], bool]
 ) -> Iterator[tuple[str, Sequence[str], dict[int, Setting]]]:
     """Yield name, flags and loads of the servers that measure these settings where they are not to be skipped.
 
     A server with a schedule has all numbers of tokens; without one, each setting has a server of its own.
     """
     wanted = {number: each for number, each in chosen.items() if each is not None and not skip(each, number)}
-    if program.has_schedule and wanted:
-        method = next(iter(wanted.values())).method
-        yield method.name, flags_of(method, chosen), wanted
-        return
-    for setting in dict.fromkeys(wanted.values()):
+    scheduled = {number: each for number, each in wanted.items() if each.method.has_schedule}
+    if scheduled:
+        lengths = ", ".join(str(each.num_tokens) for each in dict.fromkeys(scheduled.values()))
+        method = next(iter(scheduled.values())).method
+        yield f"{method.name}, {lengths} tokens", flags_of(method, chosen), scheduled
+    for setting in dict.fromkeys(each for each in wanted.values() if not each.method.has_schedule):
         loads = {number: each for number, each in wanted.items() if each == setting}
         yield describe(setting), setting.method.flags(setting.num_tokens, None), loads
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from studies.measurement import BatchTexts, Measurement, PromptSample
 from tuner.engines.bench import LoadFigures
 from tuner.engines.methods import EarliestMatch, Method
 from tuner.errors import EngineError
-from tuner.tune.costs import Costs, Setting
+from tuner.tune.costs import Costs, Setting, best
 from tuner.tune.run import TuneTask, flags_of, search, servers
 
 LOADS = (1, 4)
@@ -25,11 +26,18 @@ def _flags(num_tokens: int, schedule: Any) -> tuple[str, ...]:
 
 
 NGRAMS = [
-    Method(f"n-grams of {longest} to {shortest}", "n-grams", LENGTHS, _flags, EarliestMatch(longest, shortest))
+    Method(
+        f"n-grams of {longest} to {shortest}",
+        "n-grams",
+        LENGTHS,
+        _flags,
+        EarliestMatch(longest, shortest),
+        has_schedule=True,
+    )
     for longest in (1, 2, 3, 5)
     for shortest in range(1, longest + 1)
 ]
-DRAFT = Method("draft model", "draft model", LENGTHS, _flags, runs_model=True)
+DRAFT = Method("draft model", "draft model", LENGTHS, _flags, has_schedule=True, runs_model=True)
 
 
 def _texts(seed: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
@@ -49,19 +57,18 @@ def _texts(seed: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
 class Engine:
     """An engine by a formula: a step costs 10, a drafted token in it `verifying` by load, drafting `drafting` a step or pass."""
 
-    def __init__(self, verifying: Mapping[int, float], drafting: float = 0.5, *, has_schedule: bool = True) -> None:
+    def __init__(self, verifying: Mapping[int, float], drafting: float = 0.5) -> None:
         self.verifying, self.drafting = verifying, drafting
-        self.program = SimpleNamespace(has_schedule=has_schedule, title="Engine")
         self.prompts, self.texts = _texts(0)
         self.costs = Costs(self.prompts, self.texts)
         self.task = cast(
             TuneTask,
             SimpleNamespace(
-                program=self.program,
+                program=SimpleNamespace(title="Engine"),
                 sequences=LOADS,
                 failed={},
                 num_started=1,
-                config=SimpleNamespace(most_servers=6),
+                config=SimpleNamespace(further_servers=5),
             ),
         )
 
@@ -108,10 +115,8 @@ class Engine:
 
     def run(self, methods: Sequence[Method]) -> dict[int, float]:
         """Return, by load, the true speed-up of what is chosen over that of the best setting of all methods."""
-        from tuner.tune.costs import best
-
         search(self.task, methods, self.costs, self.measure)
-        chosen = best(self.costs, methods, LOADS, one_method=self.program.has_schedule)
+        _, chosen = best(self.costs, methods, LOADS, measured_only=True)
         shares = {}
         for load, setting in chosen.items():
             everything = [self.speedup(Setting(each, n), load) for each in methods for n in each.lengths]
@@ -121,8 +126,8 @@ class Engine:
 
 @pytest.mark.parametrize("verifying", [{1: 0.1, 4: 0.1}, {1: 2.0, 4: 3.0}, {1: 0.2, 4: 6.0}, {1: 20.0, 4: 20.0}])
 def test_a_few_servers_find_what_a_grid_of_lookups_finds(verifying: dict[int, float]) -> None:
-    engine = Engine(verifying, has_schedule=False)
-    assert min(engine.run(NGRAMS).values()) > 0.98
+    engine = Engine(verifying)
+    assert min(engine.run([replace(each, has_schedule=False) for each in NGRAMS]).values()) > 0.98
     assert engine.task.num_started <= 7, "of 77 settings at two loads"
 
 
@@ -143,9 +148,7 @@ def test_the_length_of_a_draft_model_is_found_between_those_that_were_measured()
 def test_nothing_is_chosen_where_plain_decoding_is_faster() -> None:
     engine = Engine({1: 30.0, 4: 30.0}, drafting=20.0)
     search(engine.task, [DRAFT], engine.costs, engine.measure)
-    from tuner.tune.costs import best
-
-    assert best(engine.costs, [DRAFT], LOADS, one_method=True) == {1: None, 4: None}
+    assert best(engine.costs, [DRAFT], LOADS) == (0.0, {1: None, 4: None})
 
 
 def test_an_engine_that_runs_no_draft_is_an_error() -> None:
@@ -158,11 +161,11 @@ def test_an_engine_that_runs_no_draft_is_an_error() -> None:
 def test_a_server_with_a_schedule_has_all_lengths_and_others_one_each() -> None:
     method = NGRAMS[0]
     chosen = {1: Setting(method, 8), 4: Setting(method, 2), 16: None}
-    scheduled = cast(Any, SimpleNamespace(has_schedule=True))
-    ((name, flags, loads),) = servers(scheduled, chosen, skip=lambda setting, number: number == 1)
-    assert (name, loads) == (method.name, {4: Setting(method, 2)})
+    ((name, flags, loads),) = servers(chosen, lambda setting, number: number == 1)
+    assert (name, loads) == ("n-grams of 1 to 1, 2 tokens", {4: Setting(method, 2)})
     assert flags == ("--tokens=8", "--schedule=[(1, 1, 8), (2, 4, 2), (5, 16, 0)]")
     assert flags_of(method, {1: Setting(method, 8)}) == ("--tokens=8",), "a single load needs none"
-    plain = cast(Any, SimpleNamespace(has_schedule=False))
-    found = list(servers(plain, chosen, skip=lambda setting, number: False))
+    single = replace(method, has_schedule=False)
+    settings = {load: Setting(single, tokens) for load, tokens in ((1, 8), (4, 2))}
+    found = list(servers(settings, lambda setting, number: False))
     assert [(flags, tuple(loads)) for _, flags, loads in found] == [(("--tokens=8",), (1,)), (("--tokens=2",), (4,))]
