@@ -16,7 +16,7 @@ from tuner.engines.contract import EngineProgram, Launch, Served, ServerSettings
 from tuner.engines.methods import EarliestMatch, Entry, Flags, Method
 from tuner.engines.server import HOST, output_of
 from tuner.errors import EngineError
-from tuner.export.engines.vllm import Vllm
+from tuner.export.engines.vllm import SUFFIX, Vllm
 from tuner.export.native import native_flags
 
 if TYPE_CHECKING:
@@ -96,9 +96,9 @@ class VllmServer(EngineProgram):
         match = copies if isinstance(copies, NgramMatch) else Lookup(max_ngram=5, min_ngram=1)
         most = match.max_tokens if isinstance(match, Lookup) else profile.longest_draft
         ngrams = {"prompt_lookup_max": match.max_ngram, "prompt_lookup_min": match.min_ngram}
-        found = {NGRAMS: speculative(method="ngram", num_speculative_tokens=most, **ngrams)}
+        found = {NGRAMS: speculative(method="ngram", **ngrams, num_speculative_tokens=most)}
         if self._has(SUFFIXES):
-            found["vLLM's suffixes"] = speculative(method="suffix")
+            found["vLLM's suffixes"] = speculative(**SUFFIX)
         if self.runs_profiles() and (flags := native_flags(profile, path)):
             found = {"plugin": flags} | found
         return {name: flags for name, flags in found.items() if flags != self.draft_flags(plan)}
@@ -122,7 +122,7 @@ class VllmServer(EngineProgram):
             for longest, shortest in ranges
         ]
         if self._has(SUFFIXES):  # with a schedule, vLLM 0.32 ends with an assertion at the first other length
-            found.append(Method("suffixes", "suffixes", LENGTHS, _drafting(method="suffix")))
+            found.append(Method("suffixes", "suffixes", LENGTHS, _drafting(**SUFFIX)))
         if served.draft_model is not None:
             flags = _drafting(model=served.draft_model)
             found.append(Method("draft model", "draft model", LENGTHS, flags, has_schedule=True, runs_model=True))

@@ -72,7 +72,10 @@ def _fates(plan: Plan, engine: Engine, dropped: Collection[str]) -> Iterator[Fat
         changed = bool(losses) or plan.bits is not None
         yield ("draft", own, "changed" if changed else "kept", plan.shape.describe())
     else:
-        yield ("draft", own, "kept", f"n-grams of {_lengths(plan)}")
+        assert plan.lookup is not None, "a draft without a model is a lookup"
+        assert draft.copying is not None, "likewise"
+        same = (plan.lookup.automaton is None) == (draft.copying.ngram_lengths is not None)
+        yield ("draft", own, "kept" if same else "changed", plan.lookup.describe())
     yield _rule_fate(plan)
     yield from losses
     if plan.bits is not None:
@@ -80,7 +83,7 @@ def _fates(plan: Plan, engine: Engine, dropped: Collection[str]) -> Iterator[Fat
     first = draft.parts.lookup
     if first is not None:
         kept = plan.lookup is not None
-        copied = f"first, n-grams of {_lengths(plan)}, {first.max_tokens} tokens" if kept else "not tried"
+        copied = f"first, {plan.lookup.describe()}, {first.max_tokens} tokens" if plan.lookup else "not tried"
         yield ("lookup before the draft", first.describe(), "changed" if kept else "lost", copied)
     if draft.parts.tree is not None:
         yield ("side leaves", "verified beside the chain", "lost", "chains only")
@@ -98,10 +101,6 @@ def _fates(plan: Plan, engine: Engine, dropped: Collection[str]) -> Iterator[Fat
     if profile.decoding.exact_width is not None:
         yield ("bit-exact mode", f"{profile.decoding.exact_width} positions", "lost", "none")
     yield from _schedule_fate(plan, engine)
-
-
-def _lengths(plan: Plan) -> str:
-    return f"{plan.lookup.longest} to {plan.lookup.shortest} tokens" if plan.lookup else ""
 
 
 def _rule_fate(plan: Plan) -> Fate:

@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from decoding.drafts.lookup import SuffixMatch
 from tuner.errors import ExportError
 from tuner.export.schedule import check_schedule
-from tuner.export.shape import DEPLOY_TO, moved_settings, shape_of
+from tuner.export.shape import moved_settings, shape_of
 
 if TYPE_CHECKING:
     from decoding.drafts import DraftDocument
+    from decoding.drafts.lookup import CopySettings
     from decoding.profile import DraftProfile
     from tuner.export.engines.contract import Engine
     from tuner.export.schedule import MeasuredSchedule
@@ -20,13 +22,25 @@ if TYPE_CHECKING:
 DRAFT_FOLDER = "draft"
 
 
+AUTOMATON_NGRAMS, AUTOMATON_NGRAM = 5, 2
+"""Longest n-gram that stands for a suffix automaton where an engine has none, and the only one where it has one length."""
+
+
 @dataclass(frozen=True)
 class NgramSettings:
-    """A prompt lookup: n-gram lengths and most tokens to copy."""
+    """A lookup: n-gram lengths and most tokens to copy."""
 
     longest: int
     shortest: int
     max_tokens: int
+    automaton: SuffixMatch | None = None
+    """The settings of the profile's automaton, where the engine has one, in place of n-grams."""
+
+    def describe(self) -> str:
+        """Return how tokens to copy are found."""
+        if self.automaton is not None:
+            return "the engine's own suffix automaton"
+        return f"n-grams of {self.longest} to {self.shortest} tokens"
 
 
 @dataclass(frozen=True)
@@ -157,26 +171,27 @@ def fixed_length(profile: DraftProfile, asked: int | None, *, has_threshold: boo
 
 
 def lookup_of(profile: DraftProfile, engine: Engine, length: FixedLength) -> NgramSettings | None:
-    """Return the profile's prompt lookup as far as `engine` has one.
-
-    Raises `ExportError` for a draft that copies only and that the engine cannot express.
-    """
+    """Return the profile's lookup as far as `engine` has one; raise `ExportError` for one alone that it does not have."""
     draft = profile.draft
     first = draft.parts.lookup
     if draft.runs_model:
-        lengths = first.ngram_lengths if first is not None and engine.looks_up_first else None
-        return None if lengths is None or first is None else _ngrams(lengths, engine, first.max_tokens)
-    copying = draft.copying
-    if copying is None or copying.ngram_lengths is None:
-        raise ExportError(
-            f"{draft.describe()} has no counterpart in {engine.title}: {DEPLOY_TO}, or keep everything with --to folder"
-        )
+        return _copies(first, engine, first.max_tokens) if first is not None and engine.looks_up_first else None
     if not engine.looks_up_alone:
         raise ExportError(f"{engine.title} has no prompt lookup: --to hf, vllm and llama.cpp have one")
-    return _ngrams(copying.ngram_lengths, engine, length.num_tokens)
+    assert draft.copying is not None, "a draft without a model is a lookup"
+    return _copies(draft.copying, engine, length.num_tokens)
 
 
-def _ngrams(lengths: tuple[int, int], engine: Engine, max_tokens: int) -> NgramSettings:
-    """Return n-grams of these lengths, the longest and the shortest, as the engine looks for them."""
-    longest, shortest = lengths
-    return NgramSettings(longest, shortest if engine.has_ngram_range else longest, max_tokens)
+def _copies(copying: CopySettings, engine: Engine, max_tokens: int) -> NgramSettings:
+    """Return copies as the engine looks for them: by an automaton if both have one, else by n-grams."""
+    if copying.ngram_lengths is not None:
+        longest, shortest = copying.ngram_lengths
+        return NgramSettings(longest, shortest if engine.has_ngram_range else longest, max_tokens)
+    assert isinstance(copying, SuffixMatch), "copies are found by n-grams or by an automaton"
+    shortest = min(copying.min_match, AUTOMATON_NGRAMS)
+    if engine.has_automaton:
+        return NgramSettings(AUTOMATON_NGRAMS, shortest, max_tokens, copying)
+    if engine.has_ngram_range:
+        return NgramSettings(AUTOMATON_NGRAMS, shortest, max_tokens)
+    only = max(AUTOMATON_NGRAM, shortest)
+    return NgramSettings(only, only, max_tokens)

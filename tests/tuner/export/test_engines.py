@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from decoding.draft_length import AdaEdl, DraftLengthRule, Fixed, TopProbability
-from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft
+from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft, SuffixLookup
 from decoding.profile import DraftProfile, TargetIdentity
 from tests.support.measured import measured
 from tuner.errors import ExportError
@@ -176,10 +176,43 @@ def test_a_draft_that_the_engine_quantises_is_a_changed_one() -> None:
     assert "in the precision of the export before the engine quantises it" in text
 
 
+def test_a_suffix_automaton_becomes_the_engine_s_own() -> None:
+    profile = _profile(SuffixDraft(max_spec_factor=1.5, min_token_prob=0.4))
+
+    def plan(name: str) -> Plan:
+        return _plan(
+            profile=profile, shape=None, lookup=lookup_of(profile, load_engine(name), FixedLength(9, "as asked"))
+        )
+
+    settings = json.loads(load_engine("vllm").files(plan("vllm"))["speculative_config.json"])
+    assert settings == {
+        "method": "suffix",
+        "suffix_decoding_max_cached_requests": 0,
+        "suffix_decoding_max_spec_factor": 1.5,
+        "suffix_decoding_min_token_prob": 0.4,
+        "num_speculative_tokens": 9,
+    }
+    settings = yaml.safe_load(load_engine("trtllm").files(plan("trtllm"))["config.yaml"])["speculative_config"]
+    assert settings == {"decoding_type": "SA", "max_draft_len": 9, "max_matching_ngram_size": -1}
+    assert "--speculative-num-draft-tokens 10" in load_engine("sglang").files(plan("sglang"))["launch.sh"]
+    own = "| kept | the engine's own suffix automaton |"
+    assert all(own in losses_text(plan(name), load_engine(name), None, ()) for name in ("vllm", "trtllm", "sglang"))
+
+
+def test_n_grams_stand_for_a_suffix_automaton_where_an_engine_has_none() -> None:
+    length = FixedLength(9, "as asked")
+    profile = _profile(SuffixDraft(min_match=2))
+    found = lookup_of(profile, load_engine("hf"), length)
+    assert found == NgramSettings(5, 2, 9)
+    text = losses_text(_plan(profile=profile, shape=None, lookup=found), load_engine("hf"), None, ())
+    assert "| changed | n-grams of 5 to 2 tokens |" in text
+    first = _profile(EarlyExit(exit_layer=2, lookup=SuffixLookup(max_tokens=6)))
+    assert lookup_of(first, load_engine("llama.cpp"), length) == NgramSettings(2, 2, 6)
+    assert lookup_of(first, load_engine("vllm"), length) is None, "it has no copies before a draft model"
+
+
 def test_copies_without_a_counterpart_are_refused() -> None:
     length = FixedLength(4, "as asked")
-    with pytest.raises(ExportError, match=r"no counterpart in vLLM.*--to folder"):
-        lookup_of(_profile(SuffixDraft()), load_engine("vllm"), length)
     with pytest.raises(ExportError, match=r"mlx-lm has no prompt lookup.*llama.cpp"):
         lookup_of(_profile(PromptLookup()), load_engine("mlx"), length)
     found = lookup_of(_profile(PromptLookup(max_ngram=4, min_ngram=2)), load_engine("vllm"), length)

@@ -20,6 +20,8 @@ class Engine(ABC):
     """True if it has prompt lookup without a draft model."""
     looks_up_first: bool = False
     """True if it tries prompt lookup before a draft model."""
+    has_automaton: bool = False
+    """True if its lookup alone may be a suffix automaton, or a trie, which finds matches of any length."""
     stops_below: bool = False
     """True if it ends a draft at an unlikely token."""
     quantises: bool = False

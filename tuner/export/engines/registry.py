@@ -37,7 +37,8 @@ class EngineFile(Document):
     title: str
     version: str = Field(description="version whose options are written, and how they were checked")
     draft_model: SettingsFiles
-    lookup: SettingsFiles | None = Field(None, description="of a prompt lookup alone; None for an engine without one")
+    lookup: SettingsFiles | None = Field(None, description="of a lookup alone; None for an engine without one")
+    has_automaton: bool = Field(False, description="whether a lookup alone may be a suffix automaton or a trie")
     stops_below: bool = Field(False, description="whether it ends a draft at an unlikely token")
     reads_layer_lists: bool = Field(False, description="whether it takes each layer's settings from the configuration")
     has_schedule: bool = Field(False, description="whether the number of tokens may depend on the number of sequences")
@@ -59,6 +60,7 @@ class DataEngine(Engine):
         self.title, self.version = self._file.title, self._file.version
         self.looks_up_alone, self.has_schedule = self._file.lookup is not None, self._file.has_schedule
         self.stops_below, self.reads_layer_lists = self._file.stops_below, self._file.reads_layer_lists
+        self.has_automaton = self._file.has_automaton
 
     def check(self, plan: Plan, config: Any) -> None:
         if self._file.refuses_mtp and plan.shape is not None:

@@ -8,10 +8,12 @@ from typing import Any
 
 from tuner.errors import ExportError
 from tuner.export.engines.contract import Engine, command, script
-from tuner.export.plan import Plan
+from tuner.export.plan import NgramSettings, Plan
 
 OTHER_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
 """Parts of a path by which vLLM takes a draft model for one of another method, whatever `method` says (0.32 and 0.33)."""
+SUFFIX = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
+"""Without earlier answers: a measurement that sends a prompt twice would copy all of it from the first answer."""
 MTP_TYPES = (
     "bailing_hybrid",
     "deepseek_",
@@ -54,6 +56,7 @@ class Vllm(Engine):
     title: str = "vLLM"
     version: str = "0.32 and 0.33; 0.32 run on a CPU"
     looks_up_alone: bool = True
+    has_automaton: bool = True
     has_schedule: bool = True
 
     def check(self, plan: Plan, config: Any) -> None:
@@ -68,9 +71,16 @@ class Vllm(Engine):
         refuse_mtp(config, self.title)
 
     def notes(self, plan: Plan) -> list[str]:
+        if plan.lookup is not None and plan.lookup.automaton is not None:
+            return [
+                "vLLM's `suffix` needs `pip install arctic-inference`. With `suffix_decoding_max_cached_requests` above 0 it "
+                "copies from earlier answers too, which the tuned automaton does not read."
+            ]
         if plan.shape is None:
             return ["vLLM's `ngram` copies from the earliest match, our prompt lookup from the latest."]
         return [
+            "Of its own accord it has neither copies before a draft model nor a stop at an unlikely token "
+            "(`enable_adaptive_verification` is for DSpark): the plugin `sdtune-vllm` has both.",
             "Where the longest sequence and its draft exceed `max_model_len`, vLLM stops drafting for the whole batch.",
             "Its default model runner runs draft models without CUDA graphs; `VLLM_USE_V2_MODEL_RUNNER=0` has them. Measure both.",
         ]
@@ -87,12 +97,7 @@ class Vllm(Engine):
     def settings(self, plan: Plan) -> dict[str, Any]:
         if plan.shape is None:
             assert plan.lookup is not None, "a draft without a model is a lookup"
-            settings: dict[str, Any] = {
-                "method": "ngram",
-                "num_speculative_tokens": plan.lookup.max_tokens,
-                "prompt_lookup_max": plan.lookup.longest,
-                "prompt_lookup_min": plan.lookup.shortest,
-            }
+            settings: dict[str, Any] = {**_copies(plan.lookup), "num_speculative_tokens": plan.lookup.max_tokens}
         else:
             settings = {
                 "method": "draft_model",
@@ -102,3 +107,13 @@ class Vllm(Engine):
         if plan.schedule is not None:
             settings["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in plan.schedule]
         return settings
+
+
+def _copies(lookup: NgramSettings) -> dict[str, Any]:
+    if (automaton := lookup.automaton) is None:
+        return {"method": "ngram", "prompt_lookup_max": lookup.longest, "prompt_lookup_min": lookup.shortest}
+    return {
+        **SUFFIX,
+        "suffix_decoding_max_spec_factor": automaton.max_spec_factor,
+        "suffix_decoding_min_token_prob": automaton.min_token_prob,
+    }
