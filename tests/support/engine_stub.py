@@ -17,6 +17,10 @@ if "--broken" in flags:
     print("error: invalid argument: --broken")
     sys.exit(1)
 drafts = "--spec-type" in flags
+refused = flags[flags.index("--refuse") + 1] if "--refuse" in flags else None
+if drafts and flags[flags.index("--spec-type") + 1] == refused:
+    print(f"error: it has no {{refused}}")
+    sys.exit(1)
 if "--spec-draft-n-max" in flags and int(flags[flags.index("--spec-draft-n-max") + 1]) > 32:
     print("error: too many tokens to draft")
     sys.exit(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 from pydantic import Field
 
@@ -19,14 +18,12 @@ from tuner.fields import (
     EngineName,
     Extra,
     Names,
-    NumRequests,
     ProfileSettings,
     RunnerMode,
     Seed,
 )
 
 COMPARISON: Extra = {"group": "Comparison"}
-DraftTokens = Annotated[int, Field(ge=1, le=64)]
 
 
 class BenchConfig(DataSettings, ProfileSettings):
@@ -73,16 +70,6 @@ class BenchConfig(DataSettings, ProfileSettings):
         description="File with other drafts to measure, the flags of one per line; {out} is the folder of the export.",
         json_schema_extra={**ENGINE, "metavar": "FILE"},
     )
-    sequences: tuple[NumRequests, ...] = Field(
-        (),
-        description="Measure the engine with N requests side by side, for a schedule of draft lengths; may be repeated.",
-        json_schema_extra=ENGINE,
-    )
-    draft_tokens: tuple[DraftTokens, ...] = Field(
-        (),
-        description="Draft length to measure with --sequences; may be repeated; default: the export's own and a few others.",
-        json_schema_extra=ENGINE,
-    )
     runner: RunnerMode | None = Field(
         None,
         description="Runner of profile and plain; bitwise is static in bit-exact mode; default: the profile's.",
@@ -95,18 +82,10 @@ class BenchConfig(DataSettings, ProfileSettings):
 
 def check_bench_settings(config: BenchConfig) -> None:
     """Raise `ConfigError` for settings that exclude each other, before anything is loaded."""
-    if config.engine is None:
-        if given := _given(config, "sequences", "draft_tokens"):
-            raise ConfigError(f"{given} measures an engine: give --engine too; --batch-size is for this process")
-        return
-    if given := _given(config, "against", "batch_size"):
+    if config.engine is not None and (given := _given(config, "against", "batch_size")):
         raise ConfigError(
-            f"{given} does not go with --engine: the engine runs the export; --sequences N measures N requests side by side"
+            f"{given} does not go with --engine: the engine runs the export; sdtune tune --profile measures requests side by side"
         )
-    if config.sequences and config.engine_settings is not None:
-        raise ConfigError("engine_settings does not go with --sequences: give draft lengths with --draft-tokens")
-    if config.draft_tokens and not config.sequences:
-        raise ConfigError("--draft-tokens needs --sequences: sdtune export --draft-tokens sets the length of an export")
 
 
 def _given(config: BenchConfig, *names: str) -> str:

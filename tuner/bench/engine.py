@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.bench.loads import check_groups
 from tuner.bench.task import BenchTask, prepare_bench
 from tuner.engines.bench import EngineDecoding
 from tuner.engines.contract import ServerSettings, find_engine
@@ -103,7 +102,6 @@ def engine_task(config: BenchConfig, progress: Progress) -> Iterator[EngineTask]
     program = find_engine(config.engine, config.engine_home)
     version, others = program.version(), _other_drafts(config.engine_settings)
     task = prepare_bench(config, progress)
-    check_groups(config.sequences, len(task.measured))
     config.out.mkdir(exist_ok=True)
     settings = ExportSettings(
         profile=config.profile,
@@ -137,10 +135,9 @@ def _other_drafts(file: Path | None) -> tuple[str, ...]:
 def _server_settings(task: BenchTask, plan: Plan) -> ServerSettings:
     config, limit = task.config, task.target.context_length
     longest = max(len(prompt.token_ids) for prompt in (*task.measured, *task.choosing))
-    wanted = longest + task.max_new_tokens + max(plan.length.num_tokens, USUAL_DRAFT, *config.draft_tokens) + OVER
+    wanted = longest + task.max_new_tokens + max(plan.length.num_tokens, USUAL_DRAFT) + OVER
     return ServerSettings(
         context=wanted if limit is None else min(wanted, limit),
         threads=config.threads,
-        sequences=max(config.sequences, default=1),
         arguments=tuple(shlex.split(config.engine_args or "")),
     )

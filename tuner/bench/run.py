@@ -18,7 +18,6 @@ from studies.measurement import Measurement
 from tuner.bench.config import BenchConfig, check_bench_settings
 from tuner.bench.contenders import ALWAYS, enter
 from tuner.bench.engine import EngineTask, engine_task
-from tuner.bench.loads import SCHEDULE, measure_schedule, schedule_json, schedule_table
 from tuner.bench.report import TABLE_WIDTH, BenchResult, bench_json, bench_table, units_of
 from tuner.bench.task import BenchTask, prepare_bench, token_ids
 from tuner.errors import DatasetError, EngineError
@@ -36,33 +35,24 @@ NAME = "bench"
 def run_and_write(config: BenchConfig, *, progress: Progress) -> tuple[RenderableType, Path, str | None]:
     """Run the bench, write its results, and return the table, the JSON file, and the error to end with after they are shown.
 
-    The results are `bench.json` and `bench.txt`; of several requests in an engine, `schedule.json` and `schedule.txt`. Raises
-    SdtuneError for wrong input.
+    The results are `bench.json` and `bench.txt`. Raises SdtuneError for wrong input.
     """
     check_bench_settings(config)
     check_results_folder(config.out)
     if config.engine is None:
         result = run_bench(prepare_bench(config, progress), progress)
-        return *_written(config, NAME, bench_table(result), bench_json(result)), None
+        return *_written(config, result), None
     with engine_task(config, progress) as engine:
-        if config.sequences:
-            found = measure_schedule(engine, progress)
-            written = _written(config, SCHEDULE, schedule_table(found), schedule_json(found))
-            num_different = found.num_different
-        else:
-            result = _run_in_engine(engine, progress)
-            written = _written(config, NAME, bench_table(result), bench_json(result))
-            num_different = result.num_different
-    wrong = f"{num_different} texts differ from {engine.program.title}'s own plain decoding"
-    return *written, wrong if num_different else None
+        result = _run_in_engine(engine, progress)
+    wrong = f"{result.num_different} texts differ from {engine.program.title}'s own plain decoding"
+    return *_written(config, result), wrong if result.num_different else None
 
 
-def _written(
-    config: BenchConfig, name: str, shown: RenderableType, document: dict[str, Any]
-) -> tuple[RenderableType, Path]:
-    write_result(config.out, f"{name}.txt", plain_text(shown, width=TABLE_WIDTH))
-    write_result(config.out, f"{name}.json", json.dumps(document, indent=1))
-    return shown, config.out / f"{name}.json"
+def _written(config: BenchConfig, result: BenchResult) -> tuple[RenderableType, Path]:
+    shown = bench_table(result)
+    write_result(config.out, f"{NAME}.txt", plain_text(shown, width=TABLE_WIDTH))
+    write_result(config.out, f"{NAME}.json", json.dumps(bench_json(result), indent=1))
+    return shown, config.out / f"{NAME}.json"
 
 
 def run_bench(task: BenchTask, progress: Progress) -> BenchResult:

@@ -40,8 +40,6 @@ FLAGS = (
     "engine",
     "engine_home",
     "engine_args",
-    "sequences",
-    "draft_tokens",
     "runner",
     "device",
     "threads",
@@ -69,21 +67,19 @@ def bench(dry_run: bool, **flags: Any) -> None:
       hf-static          generate(cache_implementation="static"), which transformers compiles on CUDA
       plain-eager, profile-static, profile-bitwise ...     plain or profile with another of our runners
 
-    With --engine the profile's export is measured in that engine, against the engine's own plain decoding; with --sequences too, at
-    that many requests side by side, for a schedule of draft lengths.
+    With --engine the profile's export is measured in that engine, against the engine's own plain decoding; `sdtune tune --profile`
+    measures it with several requests side by side.
 
     \b
     Examples:
       sdtune bench profile.yaml --dataset configs/demo/prompts.jsonl --group-column file
       sdtune bench llama-code.yaml --dataset humaneval --against hf,hf-static
       sdtune bench profile.yaml --dataset prompts.jsonl --engine llama.cpp --engine-home llama.cpp --threads 4
-      sdtune bench profile.yaml --dataset prompts.jsonl --engine vllm --sequences 1 --sequences 4 --sequences 8
     """
     config = settings_from(BenchConfig, flags)
     check_names(profile=config.profile, model=config.model, dataset=config.dataset)
 
     from tuner.bench.config import check_bench_settings
-    from tuner.bench.loads import check_groups
     from tuner.bench.run import run_and_write
     from tuner.bench.task import prepare_bench
 
@@ -92,7 +88,6 @@ def bench(dry_run: bool, **flags: Any) -> None:
         if dry_run:
             check_bench_settings(config)
             task = prepare_bench(config, progress)
-            check_groups(config.sequences, len(task.measured))
             _print_plan(task)
             return
         shown, written, wrong = run_and_write(config, progress=progress)

@@ -60,7 +60,7 @@ def export(**flags: Any) -> None:
       sdtune export profile.yaml --to folder --out llama-tuned
       sdtune export profile.yaml --to vllm --out llama-vllm
       sdtune export profile.yaml --to llama.cpp --out llama-cpp
-      sdtune export profile.yaml --to vllm --out llama-vllm --schedule bench/schedule.json
+      sdtune export profile.yaml --to vllm --out llama-vllm --schedule tune/tune.json
       sdtune export profile.yaml --to hf --out llama-hf --drop bits
     """
     settings = settings_from(ExportSettings, flags)

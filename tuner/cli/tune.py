@@ -15,6 +15,7 @@ from tuner.tune.config import TuneConfig
 FLAGS = (
     "model",
     "dataset",
+    "profile",
     "prompt_column",
     "template",
     "tuning_prompts",
@@ -38,11 +39,12 @@ FLAGS = (
 @QUIET
 @JSON
 def tune(**flags: Any) -> None:
-    """Find the best settings of the speculation that an engine has itself, and print them as its flags.
+    """Find the best settings of an engine's speculation, and print them as its flags.
 
     Tuned are vLLM's n-grams (longest, shortest, tokens), its suffixes where arctic-inference is installed, llama.cpp's simple
-    n-grams, and the number of tokens of your own --draft-model. No profile is needed, and the model is not loaded here. With
-    --sequences, each number of requests side by side gets its own number of tokens, or none where plain decoding is faster.
+    n-grams, and the number of tokens of your own --draft-model. No profile is needed then, and the model is not loaded here. With
+    --profile it is the number of tokens of that draft. With --sequences, each number of requests side by side gets its own number
+    of tokens, or none where plain decoding is faster.
 
     A few servers are enough: what a lookup does on a text is known without decoding it, and costs are fitted to what was measured.
     The chosen settings are then measured on other prompts, in turns with plain decoding, every text compared.
@@ -52,9 +54,10 @@ def tune(**flags: Any) -> None:
       sdtune tune --model MODEL --dataset humaneval --engine vllm --engine-home vllm-env
       sdtune tune --model MODEL --dataset prompts.jsonl --engine vllm --sequences 1 --sequences 8 --sequences 32
       sdtune tune --model MODEL --dataset prompts.jsonl --engine llama.cpp --draft-model small.gguf --threads 4
+      sdtune tune --profile profile.yaml --dataset prompts.jsonl --engine vllm --sequences 1 --sequences 4 --sequences 8
     """
     config = settings_from(TuneConfig, flags)
-    check_names(model=config.model, revision=config.revision, dataset=config.dataset)
+    check_names(profile=config.profile, model=config.model, revision=config.revision, dataset=config.dataset)
 
     from tuner.tune.run import run_and_write
 

@@ -142,6 +142,10 @@ class EngineProgram(ABC):
         """Return the ways of drafting that this installation has for a model, with their settings; the draft model's, if any."""
 
     @abstractmethod
+    def profile_methods(self, plan: Plan, path: Path) -> tuple[Method, ...]:
+        """Return the ways in which this installation drafts with a profile, whose file is `path`: its export, or itself."""
+
+    @abstractmethod
     def launch(self, plan: Plan | Served, settings: ServerSettings, port: int, draft_flags: Sequence[str]) -> Launch:
         """Return the command that serves the model at `port` of the loopback interface; without flags it decodes plainly."""
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from decoding.errors import how_to_install
 from tuner.engines.contract import DraftCounts, EngineProgram, Launch, Served, ServerSettings, completed
-from tuner.engines.methods import Entry, Flags, LatestMatch, Method
+from tuner.engines.methods import EXPORTED, Entry, Flags, LatestMatch, Method
 from tuner.engines.server import HOST, last_lines, output_of
 from tuner.errors import EngineError
 from tuner.export.engines import gguf_converter
@@ -133,6 +133,16 @@ class LlamaCppServer(EngineProgram):
 
             found.append(Method("draft model", "draft model", LENGTHS, flags, runs_model=True))
         return tuple(found)
+
+    def profile_methods(self, plan: Plan, path: Path) -> tuple[Method, ...]:
+        """Return the export of the profile, its lookup with copies that are not shorter than the n-gram."""
+        shortest = plan.lookup.longest if plan.shape is None and plan.lookup is not None else 1
+        lengths = tuple(each for each in LENGTHS if each >= shortest)
+
+        def flags(num_tokens: int, schedule: Sequence[Entry] | None) -> tuple[str, ...]:
+            return self.draft_flags(plan.with_length(num_tokens))
+
+        return (Method(EXPORTED, "profile", lengths, flags, runs_model=plan.shape is not None),)
 
     def launch(self, plan: Plan | Served, settings: ServerSettings, port: int, draft_flags: Sequence[str]) -> Launch:
         """Return the command of `llama-server`, with room for the sequences and without its web page."""

@@ -15,6 +15,8 @@ Entry = tuple[int, int, int]
 """First and last number of requests side by side, and the tokens to draft there."""
 Flags = Callable[[int, Sequence[Entry] | None], tuple[str, ...]]
 """Returns the flags of drafts of up to a number of tokens, with a schedule of lengths where the engine has one."""
+EXPORTED = "the profile's export"
+"""Name of the method that is a profile's draft as it was exported."""
 WIDTH = array("i").itemsize
 
 

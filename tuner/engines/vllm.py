@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from decoding.drafts import Lookup
 from decoding.drafts.lookup import NgramMatch
 from tuner.engines.contract import EngineProgram, Launch, Served, ServerSettings, completed
-from tuner.engines.methods import EarliestMatch, Entry, Flags, Method
+from tuner.engines.methods import EXPORTED, EarliestMatch, Entry, Flags, Method
 from tuner.engines.server import HOST, output_of
 from tuner.errors import EngineError
 from tuner.export.engines.vllm import SUFFIX, Vllm
@@ -128,6 +128,26 @@ class VllmServer(EngineProgram):
             found.append(Method("draft model", "draft model", LENGTHS, flags, has_schedule=True, runs_model=True))
         return tuple(found)
 
+    def profile_methods(self, plan: Plan, path: Path) -> tuple[Method, ...]:
+        """Return the profile by our plugin where it runs it, else its export."""
+        profile, runs_model = plan.profile, plan.shape is not None
+        if self.runs_profiles() and (flags := native_flags(profile, path)):
+            _, own, *rest = flags
+            lengths = (*(each for each in LENGTHS if each < profile.longest_draft), profile.longest_draft)
+            drafting = _drafting(**without_length(json.loads(own)))
+            method = Method(
+                "the profile by the plugin",
+                "profile",
+                lengths,
+                lambda num_tokens, schedule: (*drafting(num_tokens, schedule), *rest),
+                has_schedule=True,
+                runs_model=runs_model,
+            )
+            return (method,)
+        has_schedule = plan.lookup is None or plan.lookup.automaton is None
+        flags_of = _drafting(**without_length(Vllm().settings(plan)))
+        return (Method(EXPORTED, "profile", LENGTHS, flags_of, has_schedule=has_schedule, runs_model=runs_model),)
+
     def _has(self, distribution: str) -> bool:
         return bool(output_of([str(self.python), "-c", VERSION_OF, distribution], self.title).strip())
 
@@ -198,6 +218,11 @@ def _drafting(**settings: Any) -> Flags:
         return speculative(**settings, num_speculative_tokens=num_tokens, **by_load)
 
     return flags
+
+
+def without_length(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return a speculative configuration without its numbers of tokens."""
+    return {name: value for name, value in settings.items() if not name.startswith("num_speculative_tokens")}
 
 
 def speculative(**settings: Any) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The schedule that `sdtune bench --engine --sequences` measures: tokens to draft by number of sequences side by side."""
+"""The schedule that `sdtune tune --profile` measures: tokens to draft by number of sequences side by side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tuner.export.engines.contract import Engine
 
 KEY = "schedule"
-"""Key of the schedule in `schedule.json`."""
+"""Key of the schedule in `tune.json`."""
 Entry = tuple[PositiveInt, PositiveInt, NonNegativeInt]
 """First and last number of sequences, both included, and the tokens to draft; 0 for plain decoding."""
 
@@ -32,7 +32,7 @@ class ScheduledLoad(Document):
     speedup: Interval | None = None
     """All tokens over wall clock, relative to plain decoding; None where that is chosen."""
     scheduled: Interval | None = None
-    """The same, of a server that runs the whole schedule; None if that was not measured."""
+    """That of a server with the whole schedule where it drafts nothing; None if that was not measured."""
 
 
 class MeasuredSchedule(Document):
@@ -90,14 +90,14 @@ def _tokens(number: int) -> str:
 
 
 def read_schedule(path: Path) -> MeasuredSchedule:
-    """Return the schedule of a `schedule.json`; raise `ExportError` for a file without one."""
+    """Return the schedule of a `tune.json`; raise `ExportError` for a file without one."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as cause:
         raise ExportError(f"--schedule {path} cannot be read: {cause}") from None
-    if not isinstance(document, dict) or KEY not in document:
+    if not isinstance(document, dict) or document.get(KEY) is None:
         raise ExportError(
-            f"--schedule {path} holds no schedule: sdtune bench --engine --sequences N --sequences M measures one"
+            f"--schedule {path} holds no schedule: sdtune tune --profile PROFILE --sequences N --sequences M measures one"
         )
     return validate(MeasuredSchedule, document[KEY], source=f"{path}: {KEY}", error=ExportError)
 

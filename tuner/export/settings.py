@@ -41,7 +41,7 @@ class ExportSettings(ProfileSettings):
     )
     schedule: Path | None = Field(
         None,
-        description="schedule.json of `sdtune bench --engine --sequences`: its schedule of tokens to draft by number of sequences.",
+        description="tune.json of `sdtune tune --profile`: its schedule of tokens to draft by number of sequences.",
         json_schema_extra={**ENGINE, "metavar": "FILE"},
     )
     drop: tuple[Drop, ...] = Field(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from tuner.fields import (
     ENGINE,
@@ -15,23 +16,32 @@ from tuner.fields import (
     EngineArgs,
     EngineHome,
     EngineName,
-    Model,
     NumRequests,
     PromptSettings,
     Revision,
     Seed,
     Threads,
+    local_profile,
 )
 
 
-class ModelChoice(DatasetChoice):
-    """Model and dataset; a base of its own, so that they precede the other settings."""
+class WhatToTune(DatasetChoice):
+    """Model, dataset and profile; a base of its own, so that they precede the other settings."""
 
-    model: Model
+    model: str | None = Field(
+        None,
+        description="Folder or hub id of a causal language model; default: the profile's.",
+        json_schema_extra=PROBLEM,
+    )
+    profile: Annotated[Path | None, BeforeValidator(local_profile)] = Field(
+        None,
+        description="Tune the draft of this profile in the engine, in place of the engine's own.",
+        json_schema_extra={**PROBLEM, "metavar": "FILE"},
+    )
 
 
-class TuneConfig(PromptSettings, ModelChoice):
-    """Settings of a tuning of an engine's own speculation."""
+class TuneConfig(PromptSettings, WhatToTune):
+    """Settings of a tuning in an engine."""
 
     revision: Revision = None
     engine: EngineName = Field(description="The engine that serves the model.", json_schema_extra=ENGINE)
@@ -64,3 +74,11 @@ class TuneConfig(PromptSettings, ModelChoice):
     out: Path = Field(
         Path("tune"), description="Folder of the results.", json_schema_extra={**OUTPUTS, "metavar": "DIR"}
     )
+
+    @model_validator(mode="after")
+    def _one_draft(self) -> Self:
+        if self.model is None and self.profile is None:
+            raise ValueError("a model or a profile is needed: --model MODEL, or --profile FILE")
+        if self.draft_model is not None and self.profile is not None:
+            raise ValueError("draft_model and profile are both a draft: give one of them")
+        return self

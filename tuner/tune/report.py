@@ -5,11 +5,21 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
-from tuner.export.schedule import figures_json, in_words, join_ranges, proved
+from tuner.engines.methods import EXPORTED
+from tuner.export.schedule import (
+    KEY,
+    MeasuredSchedule,
+    ScheduledLoad,
+    figures_json,
+    in_words,
+    join_ranges,
+    proved,
+)
 from tuner.fields import PromptSettings
 from tuner.inputs.models import resolve_device
 from tuner.results import public_name, stamped
@@ -17,6 +27,7 @@ from tuner.review.tables import identical
 from tuner.tables import facts_grid, figures_table
 
 if TYPE_CHECKING:
+    from decoding.profile import DraftProfile
     from tuner.engines.bench import LoadFigures
     from tuner.engines.contract import EngineProgram, Served
     from tuner.tune.config import TuneConfig
@@ -29,12 +40,13 @@ class Tuned:
 
     config: TuneConfig
     program: EngineProgram
+    profile: DraftProfile | None
     version: str
     served: Served
     chosen: Mapping[int, PlainOr]
     """The setting for each number of requests side by side; None for plain decoding."""
     confirmed: Mapping[int, LoadFigures]
-    """On held-out prompts, for the numbers with a setting."""
+    """On held-out prompts, for the numbers with a setting; all numbers for a draft model with a schedule."""
     costs: Costs
     failed: Mapping[str, str]
     num_servers: int
@@ -76,6 +88,37 @@ class Tuned:
             uses.append((in_words(entries), self._shown(setting.method.flags(setting.num_tokens, None))))
         return uses
 
+    @property
+    def slower(self) -> dict[int, LoadFigures]:
+        """Where a server with the whole schedule is surely slower than one without a draft, though it drafts nothing there."""
+        return {
+            number: each
+            for number, each in self.confirmed.items()
+            if self.chosen[number] is None and each.measurement.speedup_interval().ci95[1] < 1
+        }
+
+    def schedule(self) -> MeasuredSchedule | None:
+        """Return what an export of the profile takes as its schedule; None for other drafts."""
+        methods = [each.method.name for each in self.chosen.values() if each is not None]
+        if self.profile is None or methods[:1] not in ([EXPORTED], []):
+            return None
+        loads = []
+        for number, setting in self.proved.items():
+            figures = self.confirmed.get(number)
+            speedup = None if figures is None else figures.measurement.speedup_interval()
+            tokens = 0 if setting is None else setting.num_tokens
+            found = {"speedup": speedup} if tokens else {"scheduled": speedup}
+            loads.append(ScheduledLoad(sequences=number, num_tokens=tokens, **found))
+        return MeasuredSchedule(
+            engine=self.program.title,
+            engine_version=self.version,
+            date=datetime.now(UTC).date().isoformat(),
+            target_weights_sha256=self.profile.target.weights_sha256,
+            draft=self.profile.draft.model_dump(mode="json"),
+            entries=join_ranges({each.sequences: each.num_tokens for each in loads}),
+            loads=tuple(loads),
+        )
+
     def _shown(self, flags: Sequence[str]) -> str:
         return shlex.join(word.replace(f"{self.served.out}/", "") for word in flags)
 
@@ -87,21 +130,22 @@ def describe(setting: Setting) -> str:
 
 def tuned_table(found: Tuned) -> RenderableType:
     """Return a line per number of requests, and the flags below."""
-    title = f"{found.program.title} ({found.version}): its own speculation, on held-out prompts (95 % intervals)"
+    title = f"{found.program.title} ({found.version}): speculation on held-out prompts (95 % intervals)"
     headings = ("plain\ntok/s", "tok/s", "over plain", "predicted", "accepted/\ndrafted", "iden-\ntical")
     table, legend = figures_table(title, ("side by side", "setting"), *headings), facts_grid()
     for number, setting in found.chosen.items():
-        if setting is None:
-            table.add_row(str(number), "plain decoding", *[""] * len(headings))
+        described = "plain decoding" if setting is None else describe(setting)
+        if number not in found.confirmed:
+            table.add_row(str(number), described, *[""] * len(headings))
             continue
         measured = found.confirmed[number].measurement
         table.add_row(
             str(number),
-            describe(setting),
+            described,
             f"{measured.plain_tokens_per_second:.1f}",
             f"{measured.draft_tokens_per_second:.1f}",
             f"{measured.speedup_interval()}",
-            f"{found.costs.predicted(setting, number):.2f}",
+            "" if setting is None else f"{found.costs.predicted(setting, number):.2f}",
             f"{measured.num_accepted_draft_tokens}/\n{measured.num_draft_tokens}",
             identical(measured.num_identical, measured.num_prompts, measured.num_ties, "\n"),
         )
@@ -114,6 +158,16 @@ def tuned_table(found: Tuned) -> RenderableType:
         legend.add_row("use", f"{flags}\n{where}")
     if not uses:
         legend.add_row("use", "no draft: none is proved to be faster at any of these numbers of requests")
+    for number, figures in found.slower.items():
+        legend.add_row(
+            "slower",
+            f"{number} side by side, a server with the whole schedule is slower than one without a draft, "
+            f"{figures.measurement.speedup_interval()}: where that is the usual number, serve without it",
+        )
+    if most := max((each.num_plain_different for each in found.confirmed.values()), default=0):
+        legend.add_row(
+            "plain", f"side by side, up to {most} texts of plain decoding differ from those of the prompts alone"
+        )
     if found.num_different:
         legend.add_row(
             "different", f"{found.num_different} texts differ from {found.program.title}'s own plain decoding"
@@ -129,9 +183,10 @@ def tuned_table(found: Tuned) -> RenderableType:
 
 def tuned_json(found: Tuned) -> dict[str, Any]:
     """Return all figures with their intervals and samples as plain data."""
-    config = found.config
+    config, schedule = found.config, found.schedule()
     facts = {
-        "model": public_name(config.model),
+        "model": public_name(found.served.model),
+        "profile": None if found.profile is None else found.profile.name,
         "draft_model": None if config.draft_model is None else public_name(config.draft_model),
         "dataset": public_name(config.dataset),
         "dataset_fingerprint": found.fingerprint,
@@ -152,11 +207,11 @@ def tuned_json(found: Tuned) -> dict[str, Any]:
             {
                 "setting": "plain decoding" if setting is None else describe(setting),
                 "sequences": number,
-                **({} if setting is None else figures_json(found.confirmed[number].measurement)),
-                "plain_different": found.confirmed[number].num_plain_different if setting else 0,
+                **(figures_json(found.confirmed[number].measurement) if number in found.confirmed else {}),
             }
             for number, setting in found.chosen.items()
         ],
+        KEY: None if schedule is None else schedule.model_dump(mode="json"),
         "failed": dict(found.failed),
     }
     return stamped(facts, resolve_device("auto"))

@@ -1,4 +1,4 @@
-"""One tuning of an engine's own speculation: a few servers, each at the setting that is predicted best so far, and a last one.
+"""One tuning of an engine's speculation: a few servers, each at the settings that are predicted to be best so far, and a last one.
 
 Our formulation. One server decodes plainly all the time. The first server of each kind of draft has a usual setting; costs are
 fitted to what was measured, the settings that they predict to be fastest are measured next, and so on, until no prediction is
@@ -11,23 +11,25 @@ import json
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from decoding.profile import DraftProfile
 from decoding.target import Target
 from decoding.text import Ending
 from tuner.engines.bench import Crowd, EngineDecoding, LoadFigures, write_alone
 from tuner.engines.contract import EngineProgram, Served, ServerSettings, find_engine
 from tuner.engines.server import Client, served
-from tuner.errors import EngineError
-from tuner.export.run import model_folder_of
+from tuner.errors import ConfigError, EngineError
+from tuner.export.run import export, model_folder_of
 from tuner.export.schedule import join_ranges
+from tuner.export.settings import ExportSettings
+from tuner.inputs.held_out import find_prompts
 from tuner.inputs.models import auto_dtype, load, load_text_config, load_tokenizer
-from tuner.inputs.prompts import PromptSet, load_prompts
 from tuner.measuring.comparison import FEWEST_SAMPLES
 from tuner.measuring.contender import PLAIN
 from tuner.results import check_results_folder, plain_text, write_result
@@ -38,11 +40,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tuner.engines.methods import Method
-    from tuner.inputs.prompts import Prompt
+    from tuner.export.plan import Plan
+    from tuner.inputs.prompts import Prompt, PromptSet
     from tuner.progress import Progress
     from tuner.tune.config import TuneConfig
 
-NAME = "tune"
+NAME, EXPORT = "tune", "export"
 OVER = 72
 """Positions beyond the longest text: of the longest draft, and a few."""
 VERIFYING = 0.1
@@ -59,7 +62,9 @@ class TuneTask:
 
     config: TuneConfig
     program: EngineProgram
+    profile: DraftProfile | None
     served: Served
+    methods: tuple[Method, ...]
     prompts: PromptSet
     target: Callable[[], Target]
     settings: ServerSettings
@@ -107,46 +112,90 @@ def run_and_write(config: TuneConfig, *, progress: Progress) -> tuple[Renderable
 
 @contextmanager
 def tune_task(config: TuneConfig, progress: Progress) -> Iterator[TuneTask]:
-    """Find the engine, read tokenizer and prompts, and write the files that the engine loads. The model is not loaded here."""
+    """Find the engine, read tokenizer and prompts, and write the files that the engine loads.
+
+    The model is loaded here only to export a profile, and to tell ties from errors.
+    """
     program = find_engine(config.engine, config.engine_home)
-    tokenizer = load_tokenizer(config.model, config.revision)
-    text_config = load_text_config(config.model, config.revision)
-    limit = getattr(text_config, "max_position_embeddings", None)
-    most = max(config.sequences)
-    prompts = load_prompts(
-        config.dataset,
-        tokenizer,
-        num_tuning=max(config.tuning_prompts, FEWEST_SAMPLES * most),
-        num_held_out=max(config.held_out_prompts, FEWEST_SAMPLES * most),
-        max_new_tokens=config.max_new_tokens,
-        context_length=limit,
-        seed=config.seed,
-        settings=config,
-    )
-    for note in prompts.notes:
-        progress.say(note)
-    dtype = auto_dtype(text_config) if config.dtype == "auto" else config.dtype
+    profile = None if config.profile is None else DraftProfile.load(config.profile)
+    name, revision = _model_of(config, profile)
+    text_config, prompts = load_text_config(name, revision), _prompts(config, profile, progress)
+    usual = auto_dtype(text_config) if profile is None else profile.target.dtype
+    dtype = usual if config.dtype == "auto" else config.dtype
 
     @cache
     def target() -> Target:
-        """Load the model here, to tell ties from errors: only where texts differ."""
-        return Target(load(config.model, revision=config.revision, dtype=dtype).model)
+        """Load the model to tell ties from errors."""
+        return Target(load(name, revision=revision, dtype=dtype).model)
 
     longest = max(len(prompt.token_ids) for prompt in (*prompts.tuning, *prompts.held_out))
-    wanted = longest + config.max_new_tokens + OVER
+    wanted, limit = longest + config.max_new_tokens + OVER, _limit(text_config)
     settings = ServerSettings(
         context=wanted if limit is None else min(wanted, limit),
         threads=config.threads,
-        sequences=most,
+        sequences=max(config.sequences),
         arguments=tuple(shlex.split(config.engine_args or "")),
     )
     with tempfile.TemporaryDirectory(prefix="sdtune-engine-") as folder:
-        out, folder_of_model = Path(folder), str(model_folder_of(config.model, config.revision))
-        model = Served(folder_of_model, dtype, out, config.draft_model)
-        progress.stage(f"files for {program.title}")
-        for remark in program.prepare_model(model, out / "convert.log"):
+        out = Path(folder)
+        if config.profile is None:
+            progress.stage(f"files for {program.title}")
+            served = Served(str(model_folder_of(name, revision)), dtype, out, config.draft_model)
+            remarks, methods = program.prepare_model(served, out / "convert.log"), program.methods(served)
+        else:
+            plan = _exported(config, dtype, out / EXPORT, progress)
+            served = Served(plan.model, dtype, plan.out)
+            remarks = program.prepare(plan, out / "convert.log")
+            methods = program.profile_methods(plan, config.profile)
+        for remark in remarks:
             progress.say(remark)
-        yield TuneTask(config, program, model, prompts, target, settings, out)
+        yield TuneTask(config, program, profile, served, methods, prompts, target, settings, out)
+
+
+def _model_of(config: TuneConfig, profile: DraftProfile | None) -> tuple[str, str | None]:
+    if profile is not None:
+        return config.model or profile.target.model, config.revision or profile.target.revision
+    assert config.model is not None, "the settings were checked"
+    return config.model, config.revision
+
+
+def _limit(text_config: Any) -> int | None:
+    return getattr(text_config, "max_position_embeddings", None)
+
+
+def _prompts(config: TuneConfig, profile: DraftProfile | None, progress: Progress) -> PromptSet:
+    """Return tuning and held-out prompts: those that the search of the profile held out, where there is one."""
+    name, revision = _model_of(config, profile)
+    least, most = FEWEST_SAMPLES * max(config.sequences), max(config.sequences)
+    given = config.held_out_prompts if "held_out_prompts" in config.model_fields_set else None
+    facts = profile.measured.dataset if profile is not None and profile.measured is not None else None
+    found, origin = find_prompts(
+        config.dataset,
+        load_tokenizer(name, revision),
+        facts,
+        config,
+        num_tuning=max(config.tuning_prompts, least),
+        num_held_out=given or (None if facts else max(config.held_out_prompts, least)),
+        max_new_tokens=config.max_new_tokens,
+        context_length=_limit(load_text_config(name, revision)),
+        seed=config.seed,
+    )
+    for note in (*([] if profile is None else [f"prompts: {origin}"]), *found.notes):
+        progress.say(note)
+    if len(found.held_out) < least:
+        raise ConfigError(
+            f"--sequences {most} needs at least {least} held-out prompts, {FEWEST_SAMPLES} groups, and there are "
+            f"{len(found.held_out)}: hold out more (--held-out-prompts), or measure fewer side by side"
+        )
+    return found
+
+
+def _exported(config: TuneConfig, dtype: str, out: Path, progress: Progress) -> Plan:
+    assert config.profile is not None, "the caller has looked"
+    settings = ExportSettings(profile=config.profile, to=config.engine, out=out, model=config.model, dtype=dtype)
+    plan = export(settings, progress).plan
+    assert plan is not None, "an engine's export has a plan"
+    return plan
 
 
 def tune(task: TuneTask, progress: Progress) -> Tuned:
@@ -154,26 +203,32 @@ def tune(task: TuneTask, progress: Progress) -> Tuned:
 
     Raises `EngineError` if the engine runs no draft.
     """
-    methods, version, began = task.program.methods(task.served), task.program.version(), time.monotonic()
+    version, began = task.program.version(), time.monotonic()
     with task.server(PLAIN, (), progress) as plain:
         crowd = task.crowd(plain.client, task.prompts.tuning, progress)
         costs = Costs(crowd.prompts, crowd.alone)
         search(
-            task, methods, costs, lambda name, flags, loads: _measure(task, plain, crowd, name, flags, loads, progress)
+            task,
+            task.methods,
+            costs,
+            lambda name, flags, loads: _measure(task, plain, crowd, name, flags, loads, progress),
         )
         search_seconds = time.monotonic() - began
         progress.say(f"{len(costs.measured)} measurements, {task.num_started - 1} servers with a draft")
-        _, chosen = best(costs, methods, task.sequences, measured_only=True)
+        _, chosen = best(costs, task.methods, task.sequences, measured_only=True)
         held_out = task.crowd(plain.client, task.prompts.held_out, progress)
         confirmed: dict[int, LoadFigures] = {}
         for name, flags, loads in servers(chosen, lambda setting, number: False):
-            found = _measure(task, plain, held_out, name, flags, loads, progress)
+            # A server with a schedule runs the draft model where nothing is drafted too: what that costs is to be known.
+            idle = any(each.method.has_schedule and each.method.runs_model for each in loads.values())
+            found = _measure(task, plain, held_out, name, flags, task.sequences if idle else loads, progress)
             if found is None:
                 raise EngineError(f"{name} does not run: {task.failed[name]}")
             confirmed |= found
     return Tuned(
         config=task.config,
         program=task.program,
+        profile=task.profile,
         version=version,
         served=task.served,
         chosen=chosen,
@@ -233,7 +288,9 @@ def first_settings(methods: Sequence[Method], costs: Costs, sequences: Sequence[
                 key=lambda setting: _supposed(costs, setting, sequences[0]),
             )
         else:
-            yield from (Setting(of_kind[0], number) for number in FIRST_LENGTHS)
+            lengths = of_kind[0].lengths
+            usual = [max((each for each in lengths if each <= most), default=lengths[0]) for most in FIRST_LENGTHS]
+            yield from (Setting(of_kind[0], number) for number in dict.fromkeys(usual))
 
 
 def _supposed(costs: Costs, setting: Setting, sequences: int) -> float:
@@ -272,7 +329,7 @@ def _measure(
     crowd: Crowd,
     name: str,
     flags: Sequence[str],
-    loads: Mapping[int, Setting],
+    loads: Iterable[int],
     progress: Progress,
 ) -> dict[int, LoadFigures] | None:
     try:

@@ -115,7 +115,7 @@ def test_a_file_without_a_schedule_is_refused(tmp_path: Path) -> None:
         read_schedule(tmp_path / "missing.json")
     path = tmp_path / "engine.json"
     path.write_text(json.dumps({"drafts": {}}))
-    with pytest.raises(ExportError, match=r"holds no schedule: sdtune bench --engine --sequences"):
+    with pytest.raises(ExportError, match=r"holds no schedule: sdtune tune --profile"):
         read_schedule(path)
     values = {
         "engine": "vLLM",

@@ -10,12 +10,15 @@ from typing import Any, cast
 import pytest
 from click.testing import CliRunner, Result
 
+from decoding.drafts import LayerSkip
 from tests.support.engine_stub import write_llama_cpp
+from tests.support.profiles import save_profile
 from tests.support.refusals import refused
 from tests.support.tiny import write_tiny_prompts
 from tuner.cli.main import main
 
 Tune = Callable[..., Result]
+SKIP = LayerSkip.blocks((2, 3))
 
 
 @pytest.fixture
@@ -27,7 +30,8 @@ def tune(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> T
 
     def run(*flags: str) -> Result:
         numbers = ("--tuning-prompts", "4", "--held-out-prompts", "4", "--max-new-tokens", "12")
-        command = ["tune", "--model", str(checkpoint), "--dataset", "prompts.jsonl", *numbers]
+        what = ("--profile", "profile.yaml") if Path("profile.yaml").exists() else ("--model", str(checkpoint))
+        command = ["tune", *what, "--dataset", "prompts.jsonl", *numbers]
         return CliRunner().invoke(main, [*command, "--engine", "llama.cpp", "--engine-home", "llama.cpp", *flags])
 
     return run
@@ -47,7 +51,7 @@ def test_each_load_is_measured_and_gets_its_flags(tune: Tune) -> None:
     assert all("--spec-type ngram-simple" in use["flags"] for use in found["use"])
     assert found["provenance"]["revision"]
     table = " ".join(Path("tune/tune.txt").read_text().split())
-    assert "its own speculation, on held-out prompts" in table
+    assert "speculation on held-out prompts" in table
     assert "use" in table
 
 
@@ -59,8 +63,34 @@ def test_a_draft_model_is_measured_at_two_lengths_first(tune: Tune) -> None:
 
 
 def test_a_draft_that_does_not_start_is_named_and_left_out(tune: Tune) -> None:
-    """The stand-in refuses more than 32 drafted tokens, and every draft with an unknown flag."""
-    refused(tune("--engine-args", "--broken"), "invalid argument")
+    done = tune("--engine-args", "--refuse ngram-simple", "--draft-model", "small.gguf")
+    assert done.exit_code == 0, done.output
+    found = _document()
+    assert any("n-grams" in name and "it has no ngram-simple" in reason for name, reason in found["failed"].items())
+    assert {each["setting"].split(",")[0] for each in found["tried"]} == {"draft model"}
+
+
+def test_an_engine_that_runs_no_draft_is_an_error(tune: Tune) -> None:
+    refused(tune("--engine-args", "--refuse ngram-simple"), "it has no ngram-simple")
+
+
+def test_the_draft_of_a_profile_gets_a_schedule_that_its_export_takes(tune: Tune, checkpoint: Path) -> None:
+    save_profile(Path("profile.yaml"), checkpoint, SKIP)
+    done = tune("--sequences", "2", "--sequences", "1")
+    assert done.exit_code == 0, done.output
+    found = _document()
+    assert {each["setting"].split(",")[0] for each in found["tried"]} == {"the profile's export"}
+    assert [load["sequences"] for load in found["schedule"]["loads"]] == [1, 2]
+    assert found["schedule"]["draft"]["kind"] == "layer_skip"
+    assert found["model"] == checkpoint.name
+
+
+def test_settings_that_do_not_go_together_are_refused(tune: Tune, checkpoint: Path) -> None:
+    save_profile(Path("profile.yaml"), checkpoint, SKIP)
+    refused(tune("--draft-model", "small.gguf"), "draft_model and profile are both a draft")
+    refused(tune("--sequences", "3"), "--sequences 3 needs at least 6 held-out prompts")
+    command = ["tune", "--dataset", "prompts.jsonl", "--engine", "llama.cpp"]
+    refused(CliRunner().invoke(main, command), "a model or a profile is needed")
 
 
 def test_a_different_text_is_an_error(tune: Tune) -> None:
