@@ -44,12 +44,14 @@ class Tried:
     measurement: Measurement
 
     @property
-    def num_rounds(self) -> float:
-        """Rounds of all sequences, those without a draft included: each writes one token beside the accepted ones."""
-        return self._written - self.measurement.num_accepted_draft_tokens
+    def num_rounds(self) -> int:
+        """Rounds of all sequences: each writes one token beside the accepted ones, of which vLLM counts those after the end too."""
+        found = self.measurement
+        return max(found.num_spec_steps, self.num_written - found.num_accepted_draft_tokens, 1)
 
     @property
-    def _written(self) -> float:
+    def num_written(self) -> int:
+        """Tokens after the prefill's."""
         return sum(each.draft_tokens - each.texts.count for each in self.measurement.samples)
 
 
@@ -147,13 +149,10 @@ class Costs:
         lengths, values = [0], [(0.0, 0.0)]
         for length in sorted(found):
             rounds = sum(each.num_rounds for each in found[length])
+            written = sum(each.num_written for each in found[length])
+            drafted = sum(each.measurement.num_draft_tokens for each in found[length])
             lengths.append(length)
-            values.append(
-                (
-                    sum(each.measurement.num_accepted_draft_tokens for each in found[length]) / rounds,
-                    sum(each.measurement.num_draft_tokens for each in found[length]) / rounds,
-                )
-            )
+            values.append((written / rounds - 1, drafted / rounds))
         accepted, drafted = PchipInterpolator(lengths, np.array(values))(min(setting.num_tokens, lengths[-1]))
         return float(accepted), float(drafted)
 
