@@ -27,7 +27,8 @@ from tuner.measuring.contender import PLAIN
 from tuner.tune.config import TuneConfig
 from tuner.tune.costs import PlainOr, Setting
 from tuner.tune.report import Tuned, describe, tuned_json
-from tuner.tune.run import TuneTask, tune, tune_task
+from tuner.tune.run import tune
+from tuner.tune.task import TuneTask, tune_task
 
 TUNED, GRID = "tuned", "best of grid"
 

@@ -81,12 +81,19 @@ class Tuned:
             lengths = {number: 0 if each is None else each.num_tokens for number, each in proved.items()}
             entries = join_ranges(lengths)
             schedule = None if len(lengths) == 1 else entries
-            return [(in_words(entries), self._shown(settings[0].method.flags(max(lengths.values()), schedule)))]
+            return [(self._where(entries), self._shown(settings[0].method.flags(max(lengths.values()), schedule)))]
         uses = []
         for setting in settings:
             entries = join_ranges({n: setting.num_tokens if each == setting else 0 for n, each in proved.items()})
-            uses.append((in_words(entries), self._shown(setting.method.flags(setting.num_tokens, None))))
+            uses.append((self._where(entries), self._shown(setting.method.flags(setting.num_tokens, None))))
         return uses
+
+    def _where(self, entries: Sequence[tuple[int, int, int]]) -> str:
+        """Return where flags are to be used; of one number of requests alone, other numbers are not known of."""
+        (number, *others) = self.chosen
+        return (
+            in_words(entries) if others else f"measured with {number} at a time: --sequences measures more side by side"
+        )
 
     @property
     def slower(self) -> dict[int, LoadFigures]:

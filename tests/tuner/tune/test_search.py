@@ -15,7 +15,8 @@ from tuner.engines.bench import LoadFigures
 from tuner.engines.methods import EarliestMatch, Method
 from tuner.errors import EngineError
 from tuner.tune.costs import Costs, Setting, best
-from tuner.tune.run import TuneTask, flags_of, search, servers
+from tuner.tune.run import flags_of, search, servers
+from tuner.tune.task import TuneTask
 
 LOADS = (1, 4)
 LENGTHS = (1, 2, 3, 4, 6, 8, 12)

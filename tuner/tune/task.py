@@ -1,0 +1,162 @@
+"""What a tuning begins with: engine, prompts, the files that the engine loads, and its ways of drafting."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from decoding.profile import DraftProfile
+from decoding.target import Target
+from decoding.text import Ending
+from tuner.engines.bench import Crowd, EngineDecoding, write_alone
+from tuner.engines.contract import EngineProgram, Served, ServerSettings, find_engine
+from tuner.engines.server import Client, served
+from tuner.errors import ConfigError
+from tuner.export.run import export, model_folder_of
+from tuner.export.settings import ExportSettings
+from tuner.inputs.held_out import find_prompts
+from tuner.inputs.models import auto_dtype, load, load_text_config, load_tokenizer
+from tuner.measuring.comparison import FEWEST_SAMPLES
+
+if TYPE_CHECKING:
+    from tuner.engines.methods import Method
+    from tuner.export.plan import Plan
+    from tuner.inputs.prompts import Prompt, PromptSet
+    from tuner.progress import Progress
+    from tuner.tune.config import TuneConfig
+
+EXPORT = "export"
+OVER = 72
+"""Positions beyond the longest text: of the longest draft, and a few."""
+
+
+@dataclass
+class TuneTask:
+    """An engine, a model and prompts, before a server runs."""
+
+    config: TuneConfig
+    program: EngineProgram
+    profile: DraftProfile | None
+    served: Served
+    methods: tuple[Method, ...]
+    prompts: PromptSet
+    target: Callable[[], Target]
+    settings: ServerSettings
+    logs: Path
+    num_started: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    """Drafts that the engine did not run, with its reasons."""
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The numbers of requests side by side, ascending."""
+        return tuple(sorted({*self.config.sequences}))
+
+    @contextmanager
+    def server(self, name: str, flags: Sequence[str], progress: Progress) -> Iterator[EngineDecoding]:
+        """Serve with these flags of a draft, or plainly without, while the context lasts."""
+        progress.stage(f"starting {self.program.title}: {name}")
+        self.num_started += 1
+        log = self.logs / f"server-{self.num_started}.log"
+        with served(self.program, self.served, self.settings, flags, log) as client:
+            yield EngineDecoding(name, self.program, client)
+
+    def crowd(self, plain: Client, prompts: Sequence[Prompt], progress: Progress) -> Crowd:
+        """Return prompts with the texts that the plain server writes after them."""
+        token_ids = tuple(prompt.token_ids for prompt in prompts)
+        alone = write_alone(self.program, plain, token_ids, self.config.max_new_tokens, progress)
+        return Crowd(token_ids, alone, Ending(self.config.max_new_tokens, frozenset()), self.target)
+
+
+@contextmanager
+def tune_task(config: TuneConfig, progress: Progress) -> Iterator[TuneTask]:
+    """Find the engine, read tokenizer and prompts, and write the files that the engine loads.
+
+    The model is loaded here only to export a profile, and to tell ties from errors.
+    """
+    program = find_engine(config.engine, config.engine_home)
+    profile = None if config.profile is None else DraftProfile.load(config.profile)
+    name, revision = _model_of(config, profile)
+    text_config, prompts = load_text_config(name, revision), _prompts(config, profile, progress)
+    usual = auto_dtype(text_config) if profile is None else profile.target.dtype
+    dtype = usual if config.dtype == "auto" else config.dtype
+
+    @cache
+    def target() -> Target:
+        """Load the model to tell ties from errors."""
+        return Target(load(name, revision=revision, dtype=dtype).model)
+
+    longest = max(len(prompt.token_ids) for prompt in (*prompts.tuning, *prompts.held_out))
+    wanted, limit = longest + config.max_new_tokens + OVER, _limit(text_config)
+    settings = ServerSettings(
+        context=wanted if limit is None else min(wanted, limit),
+        threads=config.threads,
+        sequences=max(config.sequences),
+        arguments=tuple(shlex.split(config.engine_args or "")),
+    )
+    with tempfile.TemporaryDirectory(prefix="sdtune-engine-") as folder:
+        out = Path(folder)
+        if config.profile is None:
+            progress.stage(f"files for {program.title}")
+            model = Served(str(model_folder_of(name, revision)), dtype, out, config.draft_model)
+            remarks, methods = program.prepare_model(model, out / "convert.log"), program.methods(model)
+        else:
+            plan = _exported(config, dtype, out / EXPORT, progress)
+            model = Served(plan.model, dtype, plan.out)
+            remarks = program.prepare(plan, out / "convert.log")
+            methods = program.profile_methods(plan, config.profile)
+        for remark in remarks:
+            progress.say(remark)
+        yield TuneTask(config, program, profile, model, methods, prompts, target, settings, out)
+
+
+def _model_of(config: TuneConfig, profile: DraftProfile | None) -> tuple[str, str | None]:
+    if profile is not None:
+        return config.model or profile.target.model, config.revision or profile.target.revision
+    assert config.model is not None, "the settings were checked"
+    return config.model, config.revision
+
+
+def _limit(text_config: Any) -> int | None:
+    return getattr(text_config, "max_position_embeddings", None)
+
+
+def _prompts(config: TuneConfig, profile: DraftProfile | None, progress: Progress) -> PromptSet:
+    """Return tuning and held-out prompts: those that the search of the profile held out, where there is one."""
+    name, revision = _model_of(config, profile)
+    least, most = FEWEST_SAMPLES * max(config.sequences), max(config.sequences)
+    given = config.held_out_prompts if "held_out_prompts" in config.model_fields_set else None
+    facts = profile.measured.dataset if profile is not None and profile.measured is not None else None
+    found, origin = find_prompts(
+        config.dataset,
+        load_tokenizer(name, revision),
+        facts,
+        config,
+        num_tuning=max(config.tuning_prompts, least),
+        num_held_out=given or (None if facts else max(config.held_out_prompts, least)),
+        max_new_tokens=config.max_new_tokens,
+        context_length=_limit(load_text_config(name, revision)),
+        seed=config.seed,
+    )
+    for note in (*([] if profile is None else [f"prompts: {origin}"]), *found.notes):
+        progress.say(note)
+    if len(found.held_out) < least:
+        raise ConfigError(
+            f"--sequences {most} needs at least {least} held-out prompts, {FEWEST_SAMPLES} groups, and there are "
+            f"{len(found.held_out)}: hold out more (--held-out-prompts), or measure fewer side by side"
+        )
+    return found
+
+
+def _exported(config: TuneConfig, dtype: str, out: Path, progress: Progress) -> Plan:
+    assert config.profile is not None, "the caller has looked"
+    settings = ExportSettings(profile=config.profile, to=config.engine, out=out, model=config.model, dtype=dtype)
+    plan = export(settings, progress).plan
+    assert plan is not None, "an engine's export has a plan"
+    return plan
