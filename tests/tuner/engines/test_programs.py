@@ -15,7 +15,7 @@ from decoding.profile import DraftProfile, TargetIdentity
 from tests.support.engine_stub import write_llama_cpp
 from tuner.engines import vllm
 from tuner.engines.candidates import engine_candidate
-from tuner.engines.contract import DraftCounts, ServerSettings, find_engine
+from tuner.engines.contract import DraftCounts, Served, ServerSettings, find_engine
 from tuner.engines.llama_cpp import LlamaCppServer
 from tuner.engines.llama_cpp import read_completion as read_llama_cpp
 from tuner.engines.server import Client
@@ -74,12 +74,9 @@ def test_vllm_is_launched_with_the_export_as_speculative_config() -> None:
 @pytest.mark.parametrize("installed", ["sdtune-vllm", "arctic-inference", "vllm"])
 def test_vllm_also_drafts_by_what_is_installed(installed: str, tmp_path: Path) -> None:
     """Its n-grams need nothing; the profile's own lookup gives their settings, which are comparable then."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\n[ "$3" != {installed} ] || echo "$3 1.0"\n')
-    python.chmod(0o755)
     draft = EarlyExit(exit_layer=2, lookup=Lookup(max_ngram=4, min_ngram=2, max_tokens=7))
     profile = PLAN.profile.model_copy(update={"draft": draft})
-    program, plan = VllmServer(python), replace(PLAN, profile=profile)
+    program, plan = _installed(tmp_path, installed), replace(PLAN, profile=profile)
     found = program.own_drafts(plan, Path("profile.yaml"))
     settings = {name: json.loads(flags[1]) for name, flags in found.items()}
     ngrams = {"prompt_lookup_max": 4, "prompt_lookup_min": 2, "num_speculative_tokens": 7}
@@ -93,6 +90,62 @@ def test_vllm_also_drafts_by_what_is_installed(installed: str, tmp_path: Path) -
         assert json.loads(found["plugin"][3]) == {"sdtune": {"profile": "profile.yaml"}}
     same = replace(plan, shape=None, lookup=NgramSettings(4, 2, 7))
     assert "vLLM's n-grams" not in program.own_drafts(same, Path("profile.yaml")), "that is the export's draft"
+
+
+def _installed(folder: Path, *names: str) -> VllmServer:
+    """Return an environment of vLLM that has these distributions."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\ncase " {" ".join(names)} " in *" $3 "*) echo "$3 1.0" ;; esac\n')
+    python.chmod(0o755)
+    return VllmServer(python)
+
+
+def test_vllm_s_own_methods_have_the_flags_of_their_settings(tmp_path: Path) -> None:
+    served = Served("/models/m", "float32", tmp_path, draft_model="/drafts/small")
+    methods = {each.name: each for each in _installed(tmp_path, "arctic-inference").methods(served)}
+    name, value = methods["n-grams of 3 to 2"].flags(8, ((1, 2, 8), (3, 3, 0)))
+    assert name == "--speculative-config"
+    assert json.loads(value) == {
+        "method": "ngram",
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 2,
+        "num_speculative_tokens": 8,
+        "num_speculative_tokens_per_batch_size": [[1, 2, 8], [3, 3, 0]],
+    }
+    own = json.loads(methods["draft model"].flags(4, None)[1])
+    assert own == {"model": "/drafts/small", "num_speculative_tokens": 4}, "vLLM finds out the method"
+    assert json.loads(methods["suffixes"].flags(4, None)[1])["suffix_decoding_max_cached_requests"] == 0
+    assert not methods["suffixes"].has_schedule
+    names = {each.name for each in _installed(tmp_path).methods(replace(served, draft_model=None))}
+    assert not names & {"suffixes", "draft model"}
+
+
+def test_vllm_runs_a_profile_by_the_plugin_or_as_its_export(tmp_path: Path) -> None:
+    plan = replace(PLAN, lookup=None)
+    (exported,) = _installed(tmp_path).profile_methods(plan, Path("profile.yaml"))
+    assert json.loads(exported.flags(2, ((1, 1, 2), (2, 2, 0)))[1]) == {
+        "method": "draft_model",
+        "model": "/exports/one/draft",
+        "num_speculative_tokens": 2,
+        "num_speculative_tokens_per_batch_size": [[1, 1, 2], [2, 2, 0]],
+    }
+    (native,) = _installed(tmp_path, "sdtune-vllm").profile_methods(plan, Path("profile.yaml"))
+    flags = native.flags(2, None)
+    assert (json.loads(flags[1])["method"], json.loads(flags[1])["num_speculative_tokens"]) == ("custom_class", 2)
+    assert json.loads(flags[3]) == {"sdtune": {"profile": "profile.yaml"}}
+    assert native.lengths[-1] == plan.profile.longest_draft, "the rule's own limit is the longest"
+
+
+def test_llama_cpp_s_own_methods_copy_at_least_as_many_tokens_as_the_n_gram_has(tmp_path: Path) -> None:
+    program = LlamaCppServer(Path("/src"), Path("/src/llama-server"))
+    methods = {each.name: each for each in program.methods(Served("/models/m", "float32", tmp_path, "small.gguf"))}
+    assert methods["n-grams of 4"].lengths[0] == 4
+    wanted = "--spec-type ngram-simple --spec-ngram-simple-size-n 4 --spec-ngram-simple-size-m 8"
+    assert methods["n-grams of 4"].flags(8, None) == tuple(wanted.split())
+    assert "--model-draft small.gguf" in " ".join(methods["draft model"].flags(8, None))
+    (alone,) = program.profile_methods(replace(PLAN, shape=None), Path("profile.yaml"))
+    assert alone.lengths[0] == 3
+    assert "--spec-ngram-simple-size-m 6" in " ".join(alone.flags(6, None))
 
 
 def test_llama_cpp_answers_with_its_own_timings() -> None:
