@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tuner.engines.bench import Crowd, EngineDecoding, LoadFigures
-from tuner.errors import EngineError
+from tuner.errors import DatasetError, EngineError
 from tuner.export.schedule import join_ranges
+from tuner.measuring.baseline import FEWEST_DECODED
 from tuner.measuring.contender import PLAIN
 from tuner.results import check_results_folder, plain_text, write_result
 from tuner.tune.costs import Costs, PlainOr, Setting, Tried, best
@@ -62,6 +63,11 @@ def tune(task: TuneTask, progress: Progress) -> Tuned:
     version, began = task.program.version(), time.monotonic()
     with task.server(PLAIN, (), progress) as plain:
         crowd = task.crowd(plain.client, task.prompts.tuning, progress)
+        if (written := sum(map(len, crowd.alone))) < FEWEST_DECODED * len(crowd.alone):
+            raise DatasetError(
+                f"{task.program.title} writes {written} tokens after {len(crowd.alone)} prompts, too few to be timed: give "
+                "prompts that the model continues at greater length, or more --max-new-tokens"
+            )
         costs = Costs(crowd.prompts, crowd.alone)
         search(
             task,

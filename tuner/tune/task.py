@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from tuner.tune.config import TuneConfig
 
 EXPORT = "export"
+GROUPS = 4
+"""Groups of requests side by side, at least, on which settings are chosen."""
 OVER = 72
 """Positions beyond the longest text: of the longest draft, and a few."""
 
@@ -138,7 +140,7 @@ def _prompts(config: TuneConfig, profile: DraftProfile | None, progress: Progres
         load_tokenizer(name, revision),
         facts,
         config,
-        num_tuning=max(config.tuning_prompts, least),
+        num_tuning=max(config.tuning_prompts, GROUPS * most),
         num_held_out=given or (None if facts else max(config.held_out_prompts, least)),
         max_new_tokens=config.max_new_tokens,
         context_length=_limit(load_text_config(name, revision)),

@@ -47,7 +47,7 @@ def test_each_load_is_measured_and_gets_its_flags(tune: Tune) -> None:
     found = _document()
     assert {each["sequences"] for each in found["tried"]} == {1, 2}
     assert [each["sequences"] for each in found["chosen"]] == [1, 2]
-    assert all(each["texts"] == each["identical"] == 4 for each in found["tried"])
+    assert all(each["texts"] == each["identical"] == 8 for each in found["tried"]), "four groups of two"
     assert all("--spec-type ngram-simple" in use["flags"] for use in found["use"])
     assert found["provenance"]["revision"]
     table = " ".join(Path("tune/tune.txt").read_text().split())
