@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -64,8 +64,13 @@ def main() -> None:
         began = time.monotonic()
         with task.server(PLAIN, (), Printed()) as plain:
             crowd = task.crowd(plain.client, task.prompts.tuning, Printed())
-            grid = dict(measured(task, plain, crowd, settings))
-            seconds_of_grid = time.monotonic() - began
+            grid: dict[Setting, dict[int, LoadFigures]] = {}
+            for setting, loads in measured(task, plain, crowd, settings):
+                grid[setting] = loads
+                seconds_of_grid = time.monotonic() - began
+                write(
+                    args.json, facts_of(tuned, grid, [], seconds_of_grid), by_setting(grid)
+                )  # should it be interrupted
             held_out = task.crowd(plain.client, task.prompts.held_out, Printed())
             rows = [compared(task, plain, held_out, number, grid, tuned.chosen[number]) for number in task.sequences]
     share, chosen_in = tuned.search_seconds / seconds_of_grid, f"chosen in {tuned.search_seconds:.0f} s"
@@ -78,16 +83,14 @@ def main() -> None:
 
 def measured(
     task: TuneTask, plain: EngineDecoding, crowd: Crowd, settings: list[Setting]
-) -> Mapping[Setting, dict[int, LoadFigures]]:
-    """Return the figures of each setting that the engine runs, at each number of requests."""
-    found: dict[Setting, dict[int, LoadFigures]] = {}
+) -> Iterator[tuple[Setting, dict[int, LoadFigures]]]:
+    """Yield the figures of each setting that the engine runs, at each number of requests."""
     for setting in settings:
         try:
             with server_of(task, setting) as drafted:
-                found[setting] = {each: crowd.measure(plain, drafted, each, Printed()) for each in task.sequences}
+                yield setting, {each: crowd.measure(plain, drafted, each, Printed()) for each in task.sequences}
         except EngineError as cause:
             Printed().say(f"{describe(setting)}: {cause}")
-    return found
 
 
 def server_of(task: TuneTask, setting: Setting) -> Any:
