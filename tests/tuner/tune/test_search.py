@@ -58,8 +58,10 @@ def _texts(seed: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
 class Engine:
     """An engine by a formula: a step costs 10, a drafted token in it `verifying` by load, drafting `drafting` a step or pass."""
 
-    def __init__(self, verifying: Mapping[int, float], drafting: float = 0.5) -> None:
-        self.verifying, self.drafting = verifying, drafting
+    def __init__(self, verifying: Mapping[int, float], drafting: float = 0.5, noise: float = 0.0) -> None:
+        """`noise` is the standard deviation of the logarithm of a measured time."""
+        self.verifying, self.drafting, self.noise = verifying, drafting, noise
+        self.random = np.random.default_rng(0)
         self.prompts, self.texts = _texts(0)
         self.costs = Costs(self.prompts, self.texts)
         self.task = cast(
@@ -112,7 +114,21 @@ class Engine:
 
     def measure(self, name: str, flags: Sequence[str], loads: Mapping[int, Setting]) -> dict[int, LoadFigures] | None:
         self.task.num_started += 1
-        return {number: LoadFigures(number, self.measurement(each, number)) for number, each in loads.items()}
+        return {
+            number: LoadFigures(number, self._noisy(self.measurement(each, number))) for number, each in loads.items()
+        }
+
+    def _noisy(self, found: Measurement) -> Measurement:
+        samples = [
+            each.model_copy(
+                update={
+                    "plain_seconds": each.plain_seconds * np.exp(self.noise * self.random.normal()),
+                    "draft_seconds": each.draft_seconds * np.exp(self.noise * self.random.normal()),
+                }
+            )
+            for each in found.samples
+        ]
+        return Measurement(samples=tuple(samples))
 
     def run(self, methods: Sequence[Method]) -> dict[int, float]:
         """Return, by load, the true speed-up of what is chosen over that of the best setting of all methods."""
@@ -130,6 +146,13 @@ def test_a_few_servers_find_what_a_grid_of_lookups_finds(verifying: dict[int, fl
     engine = Engine(verifying)
     assert min(engine.run([replace(each, has_schedule=False) for each in NGRAMS]).values()) > 0.98
     assert engine.task.num_started <= 7, "of 77 settings at two loads"
+
+
+@pytest.mark.parametrize("verifying", [{1: 0.1, 4: 0.1}, {1: 2.0, 4: 3.0}])
+def test_noise_of_the_machine_does_not_mislead_by_much(verifying: dict[int, float]) -> None:
+    engine = Engine(verifying, noise=0.15)
+    assert min(engine.run([replace(each, has_schedule=False) for each in NGRAMS]).values()) > 0.9
+    assert engine.task.num_started <= 6
 
 
 def test_with_a_schedule_one_range_of_n_grams_serves_all_loads() -> None:
