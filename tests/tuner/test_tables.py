@@ -12,13 +12,11 @@ from decoding.probe import Capabilities
 from decoding.profile import Interval
 from studies.measurement import BatchTexts, Measurement, PairedPrefill, PromptSample
 from tests.support.paths import ROOT
-from tests.support.records import measurement, record, sample
+from tests.support.records import record, sample
 from tests.support.reviews import review
 from tests.support.shown import check_readable, shown
-from tuner.bench.loads import DraftLoads, LoadFigures, ScheduleResult, schedule_table
 from tuner.cli.doctor import capabilities_panel
 from tuner.cli.show import heads_table
-from tuner.export.schedule import MeasuredSchedule, ScheduledLoad
 from tuner.review.document import MeasuredCandidate, StockComparison, StockContender
 from tuner.review.tables import results_table
 from tuner.tables import figures_table
@@ -139,25 +137,6 @@ def test_the_end_of_a_search_for_batches_with_ties_and_high_speed_ups() -> None:
     samples = tuple(sample(ratio, n, identical=False, tie=True, batch=batch) for n, ratio in enumerate([11.5, 14.2]))
     table = results_table(review(rivals=(rival(LONG, Measurement(samples=samples)),)))
     check_readable(table, [("plain decoding", "1.00"), ("best", "12.85"), ("ada_edl_published", "+ 6 ties")])
-
-
-def test_a_bench_by_number_of_sequences() -> None:
-    measured = measurement([1.2, 1.5, 1.4] * 40)
-    figures = tuple(LoadFigures(number, measured) for number in (1, 128))
-    speedup = Interval(value=1.2, ci95=(1.1, 1.3))
-    schedule = MeasuredSchedule(
-        engine="vLLM",
-        engine_version="0",
-        date="2026-11-24",
-        target_weights_sha256="w",
-        draft={},
-        entries=((1, 128, 3),),
-        loads=tuple(ScheduledLoad(sequences=number, num_tokens=3, speedup=speedup) for number in (1, 128)),
-    )
-    draft = DraftLoads("the whole schedule", None, (), figures, 1.0)
-    table = schedule_table(ScheduleResult("vllm", "vLLM", "0", (draft,), {}, schedule, {}))
-    check_readable(table, [("128", "the whole"), ("1", "the whole")])
-    assert "120/120" in shown(table)
 
 
 def test_heads_and_capabilities() -> None:

@@ -83,7 +83,7 @@ class Costs:
         scale = matrix.max(axis=0)
         scale[scale == 0] = 1.0
         # Without a supposition about costs that one setting cannot tell apart: the least ones that fit send the next server where
-        # most is to be learnt (simulated with noise of 15 %: 0.995 of the best setting, and 0.97 with a supposition).
+        # most is unknown (simulated with noise of 15 %: 0.995 of the best setting, and 0.97 with a supposition).
         found, _ = nnls(matrix / scale, np.ones(len(rows)))
         self._coefficients = dict(zip(names, found / scale, strict=True))
         errors: dict[tuple[str | None, int], list[float]] = defaultdict(list)

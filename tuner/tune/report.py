@@ -138,7 +138,7 @@ def describe(setting: Setting) -> str:
 def tuned_table(found: Tuned) -> RenderableType:
     """Return a line per number of requests, and the flags below."""
     title = f"{found.program.title} ({found.version}): speculation on held-out prompts (95 % intervals)"
-    headings = ("plain\ntok/s", "tok/s", "over plain", "predicted", "accepted/\ndrafted", "iden-\ntical")
+    headings = ("plain\ntok/s", "tok/s", "over plain", "accepted/\ndrafted", "iden-\ntical")
     table, legend = figures_table(title, ("side by side", "setting"), *headings), facts_grid()
     for number, setting in found.chosen.items():
         described = "plain decoding" if setting is None else describe(setting)
@@ -152,14 +152,12 @@ def tuned_table(found: Tuned) -> RenderableType:
             f"{measured.plain_tokens_per_second:.1f}",
             f"{measured.draft_tokens_per_second:.1f}",
             f"{measured.speedup_interval()}",
-            "" if setting is None else f"{found.costs.predicted(setting, number):.2f}",
             f"{measured.num_accepted_draft_tokens}/\n{measured.num_draft_tokens}",
             identical(measured.num_identical, measured.num_prompts, measured.num_ties, "\n"),
         )
     legend.add_row(
         "over plain", "tokens of all requests over wall clock, prompts included, in turns with plain decoding"
     )
-    legend.add_row("predicted", "the same on the tuning prompts, by costs fitted to what was measured there")
     uses = found.uses()
     for where, flags in uses:
         legend.add_row("use", f"{flags}\n{where}")
@@ -214,6 +212,7 @@ def tuned_json(found: Tuned) -> dict[str, Any]:
             {
                 "setting": "plain decoding" if setting is None else describe(setting),
                 "sequences": number,
+                "predicted": None if setting is None else found.costs.predicted(setting, number),
                 **(figures_json(found.confirmed[number].measurement) if number in found.confirmed else {}),
             }
             for number, setting in found.chosen.items()

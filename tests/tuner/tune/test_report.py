@@ -14,6 +14,8 @@ from rich.console import Console
 from decoding.drafts import LayerSkip
 from decoding.profile import DraftProfile, TargetIdentity
 from studies.measurement import BatchTexts, Measurement, PromptSample
+from tests.support.records import measurement
+from tests.support.shown import check_readable, shown
 from tuner.engines.bench import LoadFigures
 from tuner.engines.contract import Served
 from tuner.engines.methods import EXPORTED, Method
@@ -115,6 +117,13 @@ def test_without_a_schedule_each_load_has_flags_of_its_own() -> None:
         ("1 sequence: 8 tokens; from 2: plain decoding", "--tokens=8"),
         ("1 to 3 sequences: plain decoding; 4: 4 tokens; from 5: plain decoding", "--tokens=4"),
     ]
+
+
+def test_the_table_is_readable_in_80_columns() -> None:
+    figures = LoadFigures(2, measurement([1.2, 1.5, 1.4] * 40))
+    found = _tuned({1: Setting(DRAFT, 8), 128: Setting(DRAFT, 4)}, {1: figures, 128: figures})
+    check_readable(tuned_table(found), [("1", "the profile's"), ("128", "the profile's")])
+    assert "120/120" in shown(tuned_table(found))
 
 
 @pytest.mark.parametrize("confirmed", [{1: _figures(0.8, 4.0)}, {}])
