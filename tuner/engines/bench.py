@@ -77,7 +77,7 @@ def engine_judge(target: Callable[[], Target], baseline: Baseline) -> Judge:
     """Return the comparison with the engine's own plain decoding: at the same moment, or of the prompt alone.
 
     Continuations of the baseline are those of each prompt alone: a batch may round otherwise than one row, which is no fault of
-    the draft. Without any, the text of the same turn is all that there is. `target` is called for texts that differ only.
+    the draft. Without any, the text of the same turn is all that there is. `target` is called only for texts that differ.
     """
 
     def judge(name: str, row: int, texts: Texts) -> Comparison:
@@ -110,19 +110,19 @@ class Crowd:
     alone: tuple[tuple[int, ...], ...]
     ending: Ending
     target: Callable[[], Target]
-    """Returns the model that tells ties from errors; asked for texts that differ only."""
+    """Returns the model that tells ties from errors; called only for texts that differ."""
 
     def measure(
-        self, plain: EngineDecoding, drafted: EngineDecoding, sequences: int, progress: Progress, *, repeats: int = 1
+        self, plain: EngineDecoding, drafted: EngineDecoding, sequences: int, progress: Progress
     ) -> LoadFigures:
         """Measure a server that drafts in turns with one that does not, with `sequences` prompts side by side."""
-        found = self.side_by_side((plain, drafted), sequences, progress, repeats=repeats)[drafted.name]
+        found = self.side_by_side((plain, drafted), sequences, progress)[drafted.name]
         speedup = found.measurement.speedup_interval()
         progress.say(f"{sequences} side by side, {drafted.name}: {speedup} over plain decoding")
         return found
 
     def side_by_side(
-        self, contenders: Sequence[EngineDecoding], sequences: int, progress: Progress, *, repeats: int = 1
+        self, contenders: Sequence[EngineDecoding], sequences: int, progress: Progress
     ) -> dict[str, LoadFigures]:
         """Measure several servers in turns, plain decoding among them."""
         num_used = len(self.prompts) // sequences * sequences
@@ -137,8 +137,8 @@ class Crowd:
         turns = Interleaved([replace(each, by_load=True) for each in contenders])
         turns.warm_up([bench.batch(0)])
         title, names = contenders[0].program.title, ", ".join(each.name for each in contenders if each.name != PLAIN)
-        progress.stage(f"{title}: {names}, {sequences} side by side", repeats * len(bench.indices))
-        found = bench.compete(turns, bench.indices, lambda samples: progress.advance(), repeats=repeats, plain_too=True)
+        progress.stage(f"{title}: {names}, {sequences} side by side", len(bench.indices))
+        found = bench.compete(turns, bench.indices, lambda samples: progress.advance(), plain_too=True)
         num_different = found[PLAIN].num_prompts - found[PLAIN].num_identical
         return {name: LoadFigures(sequences, each, num_different) for name, each in found.items()}
 

@@ -169,9 +169,8 @@ class VllmServer(EngineProgram):
             else {
                 "OMP_NUM_THREADS": str(settings.threads),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "NUMBA_NUM_THREADS": str(
-                    settings.threads
-                ),  # of its n-grams; others would wait in turns with the model's
+                # Of its n-grams: a second thread would wait for a core that the model has.
+                "NUMBA_NUM_THREADS": str(settings.threads),
             }
         )
         return Launch(command, {"VLLM_NO_USAGE_STATS": "1", **threads})
