@@ -2,7 +2,8 @@
 
     python plugins/vllm/check.py --profile configs/demo/result/profile.yaml --dataset configs/demo/prompts.jsonl [--json FILE]
 
-All engines live in one process and continue the same prompts in turns, so that their CPU seconds can be compared. Beside the
+All engines live in one process and continue the same prompts in turns, so that their seconds can be compared: CPU seconds, or on
+a GPU those of the clock. Beside the
 profile itself run parts of it, and drafts of every kind; one that skips nothing has to be accepted whole.
 """
 
@@ -38,6 +39,8 @@ from decoding.profile import DraftProfile  # noqa: E402
 LEAST_COUNT = 10
 LEAST_P = 0.001
 """p-value below which sampled texts are taken for those of another distribution."""
+ON_GPU = Path("/proc/driver/nvidia").is_dir()
+clock = time.perf_counter if ON_GPU else time.process_time
 PLAIN, PROFILE, NOTHING_SKIPPED = "plain", "profile", "nothing skipped"
 
 
@@ -79,12 +82,11 @@ class Engine:
         self.llm = LLM(
             model=served,
             dtype=args.dtype,
-            enforce_eager=True,
             max_model_len=args.max_model_len,
             max_num_seqs=max(2, args.batch),
             kv_cache_memory_bytes=args.cache_mib * 2**20,
             disable_log_stats=False,
-            **({"seed": 0} | settings | json.loads(args.engine)),
+            **({"seed": 0, "enforce_eager": not ON_GPU} | settings | json.loads(args.engine)),
         )
         self.texts: list[list[int]] = []
         self.seconds: list[float] = []
@@ -121,9 +123,9 @@ class Engine:
         return [len(group.layer_names) for group in runner.kv_cache_config.kv_cache_groups]
 
     def write(self, prompts: Sequence[str], params: Any) -> None:
-        began = time.process_time()
+        began = clock()
         answers = self.llm.generate(list(prompts), params, use_tqdm=False)
-        self.seconds.append(time.process_time() - began)
+        self.seconds.append(clock() - began)
         self.texts += [list(answer.outputs[0].token_ids) for answer in answers]
 
 
@@ -171,6 +173,9 @@ def main() -> int:
     )
     parser.add_argument("--dataset", type=Path, required=True, help="JSON lines with `prompt`")
     parser.add_argument("--model", help="default: the profile's")
+    parser.add_argument(
+        "--launched", action="store_true", help="also run the profile with passes that are not recorded"
+    )
     parser.add_argument("--copy", type=Path, help="draft folder of `sdtune export --to vllm`, to compare with")
     parser.add_argument("--copy-tokens", type=int, default=4)
     parser.add_argument("--only", action="append", metavar="NAME", help="run this draft only; may be repeated")
@@ -207,6 +212,10 @@ def main() -> int:
             path = Path(folder) / f"{name.replace(' ', '_')}.yaml"
             variant.save(path)
             engines[name] = Engine(model, args, path, num_speculative_tokens=variant.longest_draft)
+        if args.launched:
+            path = Path(folder) / f"{PROFILE}.yaml"
+            most = profile.longest_draft
+            engines["launched one by one"] = Engine(model, args, path, num_speculative_tokens=most, enforce_eager=True)
         if args.copy:
             copy = {"method": "draft_model", "model": str(args.copy), "num_speculative_tokens": args.copy_tokens}
             engines["exported copy"] = Engine(model, args, **copy)
@@ -244,7 +253,7 @@ def report(engines: dict[str, Engine], args: argparse.Namespace) -> int:
         found[name] = {
             "identical": identical,
             "texts": len(engine.texts),
-            "cpu_speedup": value,
+            "speedup": value,
             "ci95": [low, high],
             "seconds": [round(each, 4) for each in engine.seconds],
             "cache_layers": engine.cache_layers,

@@ -1,8 +1,8 @@
 """Profiles of sdtune in vLLM. `register` is the entry point of `vllm.general_plugins`; it changes nothing for other methods.
 
 vLLM's method `custom_class` hands its proposer the target's modules and takes lists of different lengths, but it reserves no slots
-for what a draft writes, and shows the proposer token ids alone. Four changes of the V1 model runner mend that; each asks whether
-the proposer is ours.
+for what a draft writes, shows the proposer token ids alone, and has no draft passes to record. Five changes of the V1 model runner
+mend that; each asks whether the proposer is ours.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ def _misfit(version: str, config: Any, runner: Any) -> str | None:
     for name, parameters in (
         ("propose_draft_token_ids", PROPOSING),
         ("_input_fits_in_drafter", ("self", "common_attn_metadata")),
+        ("capture_model", ("self",)),
     ):
         if (reason := differs(runner, name, parameters)) is not None:
             return reason
@@ -93,6 +94,7 @@ def _reserve_slots(config: Any) -> None:
 
 def _hand_over(runner: Any) -> None:
     own_init, own_propose, own_fits = runner.__init__, runner.propose_draft_token_ids, runner._input_fits_in_drafter
+    own_capture = runner.capture_model
 
     def __init__(self: Any, vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> None:
         own_init(self, vllm_config, device, *args, **kwargs)
@@ -111,6 +113,13 @@ def _hand_over(runner: Any) -> None:
         # One text near the limit would replace the drafts of the whole batch by zeros; ours are limited one by one.
         return common_attn_metadata is not None if _is_ours(self.vllm_config) else own_fits(self, common_attn_metadata)
 
+    def capture_model(self: Any) -> Any:
+        memory = own_capture(self)
+        if _is_ours(self.vllm_config):
+            self.drafter.record(self)
+        return memory
+
     runner.__init__ = __init__
+    runner.capture_model = capture_model
     runner.propose_draft_token_ids = propose_draft_token_ids
     runner._input_fits_in_drafter = _input_fits_in_drafter

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from decoding.drafts import DraftDocument
@@ -142,7 +141,3 @@ def _tensors(weights: Any) -> Iterator[tuple[str, Tensor]]:
 def is_of_head(name: str) -> bool:
     """Return whether an attention layer of vLLM, by its name, is the head's."""
     return name.startswith(f"{HEAD}.")
-
-
-def on_device(values: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.forward_context import set_forward_context
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample import rejection_sampler
 
 from decoding.draft_length import DraftDistribution
-from decoding.draft_length.contract import entropy, top_probability
 from sdtune_vllm import problem
-from sdtune_vllm.blocks import Step, is_of_head, load_head, on_device, run, steps_of
+from sdtune_vllm.blocks import Step, is_of_head, load_head, run, steps_of
+from sdtune_vllm.passes import Passes, built_for_draft, recorded_sizes
 from sdtune_vllm.requests import DraftingRequests, Turn, wanting_passes
 from sdtune_vllm.sampling import mend
 from sdtune_vllm.settings import UnsupportedError, check, profile_of
@@ -45,6 +45,8 @@ class SelfDraft:
         if self._most < self._profile.longest_draft:
             logger.warning("num_speculative_tokens cuts the drafts of %s to %d tokens", self._profile.name, self._most)
         self._requests = DraftingRequests(self._draft, self._profile.draft_length)
+        self._looks = self._profile.draft_length.controller().looks_at_drafts
+        self._recorded: dict[int, Passes] = {}
         self.reads_states = head is not None
         if self.reads_states:
             # The runner reads here which states to keep.
@@ -88,56 +90,36 @@ class SelfDraft:
             drafts[turn.row] = turn.tokens
         return drafts
 
+    def record(self, runner: Any) -> None:
+        """Record the draft's passes, after vLLM has recorded its own: nothing on a CPU."""
+        if not self._steps or not (sizes := recorded_sizes(runner, self._config)):
+            return
+        pool = torch.cuda.graph_pool_handle()
+        with torch.inference_mode():
+            for size in sizes:
+                self._recorded[size] = self._new_passes(runner, size)
+                self._recorded[size].record(pool, self._target)
+        logger.info("sdtune recorded draft passes of %s requests", ", ".join(map(str, reversed(sizes))))
+
+    def _new_passes(self, runner: Any, size: int) -> Passes:
+        forward = partial(run, self._target, self._steps, self._head)
+        return Passes(size, runner, self._config, forward, looks=self._looks)
+
     def _write(self, runner: Any, turns: list[Turn]) -> None:
         """Draft with the model until each turn has ended; the batch shrinks as they do."""
-        looks = any(turn.request.controller.looks_at_drafts for turn in turns)
-        step = 0
+        passes, held = None, 0
         while turns:
-            rows = on_device([turn.row for turn in turns], runner.device)
-            last = on_device([(turn.tokens or turn.request.token_ids)[-1] for turn in turns], runner.device)
-            positions = on_device([len(turn.request.token_ids) - 1 + step for turn in turns], runner.device)
-            metadata, slots = self._metadata(runner, rows, positions, step)
-            with set_forward_context(metadata, self._config, num_tokens=len(turns), slot_mapping=slots):
-                logits = run(self._target, self._steps, self._head, last.int(), positions)
-            chosen, known = logits.argmax(dim=-1).tolist(), _statistics(logits) if looks else [(1.0, 0.0)] * len(turns)
+            if passes is None or len(turns) != held:
+                size = min((size for size in self._recorded if size >= len(turns)), default=0)
+                passes, held = self._recorded.get(size) or self._new_passes(runner, len(turns)), len(turns)
+                passes.begin(turns)
+            # A rule that does not look at drafts says how long they are before they begin: nothing waits until then.
+            count = 1 if passes.looks else min(turn.most - len(turn.tokens) for turn in turns)
             turns = [
                 turn
-                for turn, token, (top, uncertainty) in zip(turns, chosen, known, strict=True)
-                if turn.take(token, DraftDistribution.of(top, uncertainty))
+                for turn, row in zip(turns, passes.run(count), strict=False)
+                if all(turn.take(token, DraftDistribution.of(top, uncertainty)) for token, top, uncertainty in row)
             ]
-            step += 1
-
-    def _metadata(
-        self, runner: Any, rows: Tensor, positions: Tensor, step: int
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return attention's metadata and slots by layer, for one token of each of these rows."""
-        size = len(rows)
-        starts = torch.arange(size + 1, dtype=torch.int32)
-        lengths = (positions + 1).int()
-        metadata, slots = dict[str, Any](), dict[str, Any]()
-        for number, groups in enumerate(runner.attn_groups):
-            table = runner.input_batch.block_table[number]
-            blocks = table.get_device_tensor(runner.input_batch.num_reqs)[rows]
-            block = blocks.gather(1, (positions // table.block_size).unsqueeze(1)).squeeze(1).long()
-            slot = block * table.block_size + positions % table.block_size
-            common = CommonAttentionMetadata(
-                query_start_loc=starts.to(rows.device),
-                query_start_loc_cpu=starts,
-                seq_lens=lengths,
-                num_reqs=size,
-                num_actual_tokens=size,
-                max_query_len=1,
-                max_seq_len=int(lengths.max()),
-                block_table_tensor=blocks,
-                slot_mapping=slot,
-                causal=True,
-                seq_lens_cpu_upper_bound=lengths.cpu(),
-            )
-            for group in groups:
-                built = _built(group, common, step)
-                for name in group.layer_names:
-                    metadata[name], slots[name] = built, slot
-        return metadata, slots
 
     def _fill_head(self, runner: Any, size: int, states: Tensor, common: Any) -> None:
         """Write the head's keys and values at the positions of the pass that has just run."""
@@ -149,21 +131,7 @@ class SelfDraft:
             for name in group.layer_names
             if is_of_head(name)
         )
-        metadata, slots = {name: _built(group, common, 0)}, {name: common.slot_mapping[:size]}
+        metadata, slots = {name: built_for_draft(group, common)}, {name: common.slot_mapping[:size]}
         with set_forward_context(metadata, self._config, num_tokens=size, slot_mapping=slots):
             given = head.input_layernorm(states[:size].contiguous())
             head.self_attn(positions=runner._get_positions(size), hidden_states=given)
-
-
-def _statistics(logits: Tensor) -> list[tuple[float, float]]:
-    """Return top-1 probability and entropy of each row, in one transfer."""
-    log_probabilities = logits.float().log_softmax(dim=-1)
-    both = torch.stack([top_probability(log_probabilities), entropy(log_probabilities)], dim=-1)
-    return [(top, uncertainty) for top, uncertainty in both.tolist()]
-
-
-def _built(group: Any, common: Any, step: int) -> Any:
-    """Return a group's metadata for a draft; the method is the group's own from 0.32 on."""
-    if hasattr(group, "build_metadata_for_drafting"):
-        return group.build_metadata_for_drafting(common, step)
-    return group.get_metadata_builder().build_for_drafting(common_attn_metadata=common, draft_index=step)
