@@ -161,6 +161,9 @@ class Runner:
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         return False
 
+    def capture_model(self) -> int:
+        return 1
+
 
 class Config:
     """vLLM's configuration of an engine."""
@@ -169,7 +172,10 @@ class Config:
 
     def __init__(self, method: str, model: str) -> None:
         self.speculative_config = SimpleNamespace(method=method, model=model)
-        self.drafter = SimpleNamespace(reads_states=True, draft=lambda *given: ("ours", given[3:]))
+        self.recorded: list[Any] = []
+        self.drafter = SimpleNamespace(
+            reads_states=True, draft=lambda *given: ("ours", given[3:]), record=self.recorded.append
+        )
 
     @property
     def num_lookahead_tokens(self) -> int:
@@ -196,6 +202,8 @@ def test_other_methods_of_the_engine_run_as_before() -> None:
     given = ("scheduled", "sampled", "metadata", "hidden", "sample", "states", "spec", "common", "slots")
     assert mine.propose_draft_token_ids(*given) == ("ours", ("states", "common"))
     assert other.propose_draft_token_ids(*given) == "theirs"
+    assert (mine.capture_model(), other.capture_model()) == (1, 1)
+    assert (ours.recorded, theirs.recorded) == ([mine], [])
 
 
 def test_an_engine_of_another_version_is_not_changed() -> None:
