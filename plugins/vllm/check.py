@@ -83,12 +83,13 @@ class Engine:
             model=served,
             dtype=args.dtype,
             max_model_len=args.max_model_len,
-            max_num_seqs=max(2, args.batch),
+            max_num_seqs=max(2, *args.batch),
             kv_cache_memory_bytes=args.cache_mib * 2**20,
             disable_log_stats=False,
             **({"seed": 0, "enforce_eager": not ON_GPU} | settings | json.loads(args.engine)),
         )
         self.texts: list[list[int]] = []
+        self.prompts: list[list[int]] = []
         self.seconds: list[float] = []
         self.counts = {"rounds": 0, "drafted": 0, "accepted": 0, "preempted": 0}
         self.lengths: set[int] = set()
@@ -122,11 +123,31 @@ class Engine:
         runner = core.model_executor.driver_worker.worker.model_runner
         return [len(group.layer_names) for group in runner.kv_cache_config.kv_cache_groups]
 
+    def forget(self) -> None:
+        """Begin to count and to keep texts anew, without keys and values of earlier prompts."""
+        self.texts.clear(), self.prompts.clear(), self.seconds.clear(), self.lengths.clear()
+        self.counts.update(dict.fromkeys(self.counts, 0))
+        self.llm.reset_prefix_cache()
+
     def write(self, prompts: Sequence[str], params: Any) -> None:
         began = clock()
         answers = self.llm.generate(list(prompts), params, use_tqdm=False)
         self.seconds.append(clock() - began)
         self.texts += [list(answer.outputs[0].token_ids) for answer in answers]
+        self.prompts += [list(answer.prompt_token_ids) for answer in answers]
+
+    def gap(self, number: int, other: Sequence[int]) -> float:
+        """Return how much less likely the first differing token of another text is than this engine's own, in log-probability."""
+        from vllm import SamplingParams
+
+        own = self.texts[number]
+        at = next((at for at, (one, two) in enumerate(zip(own, other, strict=False)) if one != two), None)
+        if at is None:  # one text ends before the other
+            return math.inf
+        params = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
+        [answer] = self.llm.generate([{"prompt_token_ids": self.prompts[number] + own[:at]}], params, use_tqdm=False)
+        known = answer.outputs[0].logprobs[0]
+        return known[own[at]].logprob - known[other[at]].logprob if {own[at], other[at]} <= known.keys() else math.inf
 
 
 def speed_up(plain: Sequence[float], own: Sequence[float]) -> tuple[float, float, float]:
@@ -183,7 +204,9 @@ def main() -> int:
     parser.add_argument("--rows", help="rows of the dataset from 0, such as 3,10,37: those that no search has tuned on")
     parser.add_argument("--ngram", help="also run vLLM's own n-grams, as LONGEST,SHORTEST,TOKENS")
     parser.add_argument("--tokens", type=int, default=40)
-    parser.add_argument("--batch", type=int, default=1, help="requests side by side")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[1], help="requests side by side; may be several numbers"
+    )
     parser.add_argument("--passes", type=int, default=1, help="the second finds the prefix cache")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--max-model-len", type=int, default=1024)
@@ -192,8 +215,16 @@ def main() -> int:
     parser.add_argument(
         "--sampled", type=int, default=0, help="texts to sample with each engine; their distributions are compared"
     )
+    parser.add_argument(
+        "--tie",
+        type=float,
+        default=0.0,
+        help="difference of log-probabilities up to which two tokens tie; 0 in float32",
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    import torch
+    import vllm
     from vllm import SamplingParams
 
     profile = DraftProfile.load(args.profile)
@@ -224,35 +255,51 @@ def main() -> int:
             ngrams = {"prompt_lookup_max": longest, "prompt_lookup_min": shortest, "num_speculative_tokens": most}
             engines["vLLM's n-grams"] = Engine(model, args, method="ngram", **ngrams)
         params = SamplingParams(temperature=0, max_tokens=args.tokens)
-        for engine in engines.values():  # what a first pass compiles is not timed
-            engine.write(prompts[:1], SamplingParams(temperature=0, max_tokens=4))
-            engine.texts.clear(), engine.seconds.clear(), engine.lengths.clear()
-            engine.counts.update(dict.fromkeys(engine.counts, 0))
-            engine.llm.reset_prefix_cache()
-        groups = [prompts[start : start + args.batch] for start in range(0, len(prompts), args.batch)] * args.passes
-        for turn, group in enumerate(groups):
-            order = list(engines)
-            for name in order[turn % len(order) :] + order[: turn % len(order)]:
-                engines[name].write(group, params)
-        if args.sampled:
-            texts = {name: sampled(engine, prompts[0], args.sampled) for name, engine in engines.items()}
-            for name, engine in engines.items():
-                engine.p_value = same_distribution(texts[PLAIN], texts[name])
-    return report(engines, args)
+        found, wrong = dict[str, Any](), 0
+        for size in args.batch:
+            for engine in engines.values():  # what a first pass compiles is not timed
+                engine.write(prompts[:size], SamplingParams(temperature=0, max_tokens=4))
+                engine.forget()
+            groups = [prompts[start : start + size] for start in range(0, len(prompts), size)] * args.passes
+            for turn, group in enumerate(groups):
+                order = list(engines)
+                for name in order[turn % len(order) :] + order[: turn % len(order)]:
+                    engines[name].write(group, params)
+            if args.sampled:
+                texts = {name: sampled(engine, prompts[0], args.sampled) for name, engine in engines.items()}
+                for name, engine in engines.items():
+                    engine.p_value = same_distribution(texts[PLAIN], texts[name])
+            print(f"{size} side by side")
+            found[str(size)], different = report(engines, args.tie)
+            wrong += different
+    if args.json:
+        facts = {"vllm": vllm.__version__, "torch": torch.__version__, "device": device()}
+        facts |= {"command": " ".join(sys.argv[1:]), "side_by_side": found}
+        args.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    return 2 if wrong else 0
 
 
-def report(engines: dict[str, Engine], args: argparse.Namespace) -> int:
+def device() -> str:
+    import platform
+
     import torch
-    import vllm
 
+    return torch.cuda.get_device_name() if ON_GPU else platform.processor() or platform.machine()
+
+
+def report(engines: dict[str, Engine], tie: float) -> tuple[dict[str, Any], int]:
+    """Print and return what each engine has done, and how many texts and distributions are wrong."""
     plain, found, wrong = engines[PLAIN], {}, 0
     for name, engine in engines.items():
-        identical = sum(one == other for one, other in zip(engine.texts, plain.texts, strict=True))
+        differing = [number for number, text in enumerate(engine.texts) if text != plain.texts[number]]
+        gaps = [plain.gap(number, engine.texts[number]) for number in differing]
+        identical = len(engine.texts) - len(gaps)
         value, low, high = speed_up(plain.seconds, engine.seconds)
-        wrong += len(engine.texts) - identical + (engine.p_value is not None and engine.p_value < LEAST_P)
+        wrong += sum(gap > tie for gap in gaps) + (engine.p_value is not None and engine.p_value < LEAST_P)
         found[name] = {
             "identical": identical,
             "texts": len(engine.texts),
+            "gaps": gaps,
             "speedup": value,
             "ci95": [low, high],
             "seconds": [round(each, 4) for each in engine.seconds],
@@ -269,12 +316,10 @@ def report(engines: dict[str, Engine], args: argparse.Namespace) -> int:
         print(
             f"{name:26} identical {identical}/{len(engine.texts)}  {value:.2f} [{low:.2f}, {high:.2f}]  accepted {rate:.0%}"
             f"  {engine.counts}  layers {'+'.join(map(str, engine.cache_layers))}  lengths {sorted(engine.lengths)}"
+            + (f"  gaps {', '.join(f'{gap:.3f}' for gap in gaps)}" if gaps else "")
             + ("" if engine.p_value is None else f"  sampled p {engine.p_value:.3f}")
         )
-    if args.json:
-        facts = {"vllm": vllm.__version__, "torch": torch.__version__, "command": " ".join(sys.argv[1:])}
-        args.json.write_text(json.dumps({**facts, "found": found}, indent=1) + "\n", encoding="utf-8")
-    return 2 if wrong else 0
+    return found, wrong
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from decoding.drafts import DraftDocument
@@ -103,7 +104,8 @@ def load_head(target: nn.Module, config: Any, file: Path) -> nn.Module:
         known = {name: known[name] for name in ("vllm_config", "prefix")}
     if config.quant_config is not None:
         raise UnsupportedError("the model is quantised, and its exit head is not: this was not run with this plugin")
-    with set_current_vllm_config(config, check_compile=False), set_default_torch_dtype(config.model_config.dtype):
+    device, dtype = next(target.parameters()).device, config.model_config.dtype
+    with set_current_vllm_config(config, check_compile=False), set_default_torch_dtype(dtype), torch.device(device):
         head: nn.Module = kind(**{name: value for name, value in known.items() if name in wanted})
     _load(head, file)
     for module in head.modules():  # as vLLM's loader does: on a CPU weights are packed

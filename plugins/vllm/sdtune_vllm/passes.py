@@ -35,7 +35,7 @@ class Passes:
 
     def __init__(self, size: int, runner: Any, config: Any, forward: Forward, *, looks: bool) -> None:
         """Make the buffers; `looks` is True for a rule that looks at the drafts' distributions."""
-        self._runner, self._config, self._forward, self.looks = runner, config, forward, looks
+        self._runner, self._config, self._forward, self._looks = runner, config, forward, looks
         self._limit = config.model_config.max_model_len
         device = runner.device
         self._tokens = torch.zeros(size, dtype=torch.int32, device=device)
@@ -45,8 +45,7 @@ class Passes:
         self._tables = [
             table.get_device_tensor(1).new_zeros(size, table.get_device_tensor(1).shape[1]) for table in tables
         ]
-        self._chosen = torch.zeros(size, dtype=torch.int64, device=device)
-        self._known = torch.zeros(size, 2, dtype=torch.float32, device=device)
+        self._facts = torch.zeros(size, 3 if looks else 1, dtype=torch.float64, device=device)
         self._longest = self._limit  # which a recording keeps
         self._graph: Any = None
 
@@ -81,30 +80,25 @@ class Passes:
 
     def run(self, count: int) -> list[list[tuple[int, float, float]]]:
         """Run `count` passes; return each row's tokens, with top-1 probability and entropy for a rule that looks."""
-        chosen, known = list[Tensor](), list[Tensor]()
+        passed = list[Tensor]()
         for _ in range(count):
             self._pass() if self._graph is None else self._graph.replay()
             self._longest += 1
-            chosen.append(self._chosen.clone())
-            known.append(self._known.clone())
-        tokens = torch.stack(chosen, dim=1).tolist()  # waits
-        if not self.looks:
-            return [[(token, 1.0, 0.0) for token in row] for row in tokens]
-        facts = torch.stack(known, dim=1).tolist()
-        return [
-            [(token, top, uncertainty) for token, (top, uncertainty) in zip(row, of_row, strict=True)]
-            for row, of_row in zip(tokens, facts, strict=True)
-        ]
+            passed.append(self._facts if count == 1 else self._facts.clone())
+        rows = torch.stack(passed, dim=1).tolist()  # waits, once
+        return [[(int(token), *(known or (1.0, 0.0))) for token, *known in row] for row in rows]
 
     def _pass(self) -> None:
         metadata, slots = self._metadata()
         with set_forward_context(metadata, self._config, num_tokens=len(self._tokens), slot_mapping=slots):
             logits = self._forward(self._tokens, self._positions)
-        self._chosen.copy_(logits.argmax(dim=-1))
-        if self.looks:
+        chosen = logits.argmax(dim=-1)
+        facts = [chosen]
+        if self._looks:
             log_probabilities = logits.float().log_softmax(dim=-1)
-            self._known.copy_(torch.stack([top_probability(log_probabilities), entropy(log_probabilities)], dim=-1))
-        self._tokens.copy_(self._chosen)
+            facts += [top_probability(log_probabilities), entropy(log_probabilities)]
+        self._facts.copy_(torch.stack([fact.double() for fact in facts], dim=-1))
+        self._tokens.copy_(chosen)
         self._positions.add_(1).clamp_(max=self._limit - 1)  # rows that are not used go on
 
     def _metadata(self) -> tuple[dict[str, Any], dict[str, Any]]:

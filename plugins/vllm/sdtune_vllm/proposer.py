@@ -114,7 +114,7 @@ class SelfDraft:
                 passes, held = self._recorded.get(size) or self._new_passes(runner, len(turns)), len(turns)
                 passes.begin(turns)
             # A rule that does not look at drafts says how long they are before they begin: nothing waits until then.
-            count = 1 if passes.looks else min(turn.most - len(turn.tokens) for turn in turns)
+            count = 1 if self._looks else min(turn.most - len(turn.tokens) for turn in turns)
             turns = [
                 turn
                 for turn, row in zip(turns, passes.run(count), strict=False)
