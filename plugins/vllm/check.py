@@ -150,6 +150,14 @@ class Engine:
         return known[own[at]].logprob - known[other[at]].logprob if {own[at], other[at]} <= known.keys() else math.inf
 
 
+def pad(rows: int) -> None:
+    """Give draft passes rows without a request, as CUDA graphs have them."""
+    from sdtune_vllm.proposer import SelfDraft
+
+    own = SelfDraft._new_passes
+    SelfDraft._new_passes = lambda self, runner, size: own(self, runner, size + rows)  # type: ignore[method-assign]
+
+
 def speed_up(plain: Sequence[float], own: Sequence[float]) -> tuple[float, float, float]:
     """Return plain seconds over own ones, with a 95 % bootstrap interval over groups of prompts."""
     source, size = random.Random(0), len(plain)
@@ -208,6 +216,7 @@ def main() -> int:
         "--batch", type=int, nargs="+", default=[1], help="requests side by side; may be several numbers"
     )
     parser.add_argument("--passes", type=int, default=1, help="the second finds the prefix cache")
+    parser.add_argument("--padded", type=int, default=0, help="rows without a request in draft passes, as on GPUs")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--cache-mib", type=int, default=256)
@@ -227,6 +236,8 @@ def main() -> int:
     import vllm
     from vllm import SamplingParams
 
+    if args.padded:
+        pad(args.padded)
     profile = DraftProfile.load(args.profile)
     model = args.model or profile.target.model
     rows = [json.loads(line)["prompt"] for line in args.dataset.read_text(encoding="utf-8").splitlines()]
