@@ -10,6 +10,7 @@ profile itself run parts of it, and drafts of every kind; one that skips nothing
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -41,7 +42,9 @@ LEAST_P = 0.001
 """p-value below which sampled texts are taken for those of another distribution."""
 ON_GPU = Path("/proc/driver/nvidia").is_dir()
 clock = time.perf_counter if ON_GPU else time.process_time
-PLAIN, PROFILE, NOTHING_SKIPPED = "plain", "profile", "nothing skipped"
+PLAIN, PROFILE, NOTHING_SKIPPED, COPY = "plain", "profile", "nothing skipped", "exported copy"
+LEAST_ACCEPTANCE = 0.95
+"""Share of the acceptance by transformers that an exported copy must have in vLLM."""
 
 
 def variants(profile: DraftProfile) -> Iterator[tuple[str, DraftProfile]]:
@@ -158,6 +161,29 @@ def pad(rows: int) -> None:
     SelfDraft._new_passes = lambda self, runner, size: own(self, runner, size + rows)  # type: ignore[method-assign]
 
 
+def replayed(folder: Path, prompts: Sequence[list[int]], texts: Sequence[list[int]], length: int) -> float:
+    """Return the acceptance rate that an exported draft model has on these texts by transformers, `length` tokens a round."""
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    rounds = accepted = 0
+    for prompt, text in zip(prompts, texts, strict=True):
+        whole, cache, at = prompt + text, DynamicCache(), len(prompt) + 1
+        while at < len(whole):
+            cache.crop(min(cache.get_seq_length(), at - 1))
+            drafted, given = list[int](), whole[cache.get_seq_length() : at]
+            with torch.inference_mode():
+                for _ in range(length):
+                    logits = model(torch.tensor([given]), past_key_values=cache).logits[0, -1]
+                    given = [int(logits.argmax())]
+                    drafted += given
+            right = zip(drafted, whole[at:], strict=False)
+            matching = sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], right))
+            rounds, accepted, at = rounds + 1, accepted + matching, at + matching + 1
+    return accepted / (rounds * length)
+
+
 def speed_up(plain: Sequence[float], own: Sequence[float]) -> tuple[float, float, float]:
     """Return plain seconds over own ones, with a 95 % bootstrap interval over groups of prompts."""
     source, size = random.Random(0), len(plain)
@@ -260,7 +286,7 @@ def main() -> int:
             engines["launched one by one"] = Engine(model, args, path, num_speculative_tokens=most, enforce_eager=True)
         if args.copy:
             copy = {"method": "draft_model", "model": str(args.copy), "num_speculative_tokens": args.copy_tokens}
-            engines["exported copy"] = Engine(model, args, **copy)
+            engines[COPY] = Engine(model, args, **copy)
         if args.ngram:  # last: engines that start after it in one process fail
             longest, shortest, most = map(int, args.ngram.split(","))
             ngrams = {"prompt_lookup_max": longest, "prompt_lookup_min": shortest, "num_speculative_tokens": most}
@@ -283,6 +309,15 @@ def main() -> int:
             print(f"{size} side by side")
             found[str(size)], different = report(engines, args.tie)
             wrong += different
+            if args.copy:
+                plain, counts = engines[PLAIN], engines[COPY].counts
+                predicted, real = (
+                    replayed(args.copy, plain.prompts, plain.texts, args.copy_tokens),
+                    counts["accepted"] / counts["drafted"],
+                )
+                found[str(size)][COPY]["acceptance_by_transformers"] = predicted
+                print(f"{COPY}: {real:.1%} accepted, {predicted:.1%} by transformers on the same texts")
+                wrong += real < LEAST_ACCEPTANCE * predicted
     if args.json:
         facts = {"vllm": vllm.__version__, "torch": torch.__version__, "device": device()}
         facts |= {"command": " ".join(sys.argv[1:]), "side_by_side": found}
