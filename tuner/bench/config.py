@@ -65,11 +65,6 @@ class BenchConfig(DataSettings, ProfileSettings):
     )
     engine_home: EngineHome = None
     engine_args: EngineArgs = None
-    engine_settings: Path | None = Field(
-        None,
-        description="File with other drafts to measure, the flags of one per line; {out} is the folder of the export.",
-        json_schema_extra={**ENGINE, "metavar": "FILE"},
-    )
     runner: RunnerMode | None = Field(
         None,
         description="Runner of profile and plain; bitwise is static in bit-exact mode; default: the profile's.",

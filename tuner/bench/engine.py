@@ -14,7 +14,6 @@ from tuner.bench.task import BenchTask, prepare_bench
 from tuner.engines.bench import EngineDecoding
 from tuner.engines.contract import ServerSettings, find_engine
 from tuner.engines.server import Client, served
-from tuner.errors import ConfigError
 from tuner.export.run import export
 from tuner.export.settings import ExportSettings
 from tuner.measuring.contender import PROFILE
@@ -30,7 +29,7 @@ EXPORT = "export"
 OVER = 8
 """Positions beyond the longest text and its draft."""
 USUAL_DRAFT = 16
-"""Positions for the drafts of other settings, of which only the flags are known."""
+"""Positions for the drafts of the engine's own methods."""
 
 
 @dataclass
@@ -42,8 +41,6 @@ class EngineTask:
     version: str
     plan: Plan
     settings: ServerSettings
-    others: tuple[str, ...]
-    """Flags of other drafts to measure, one line each."""
     logs: Path
     remarks: tuple[str, ...] = ()
     """What the engine's files differ in, one sentence each."""
@@ -60,11 +57,9 @@ class EngineTask:
             yield client
 
     def drafts(self) -> Iterator[tuple[str, Sequence[str]]]:
-        """Yield names and flags: the export's own draft, the engine's, then the others, numbered, as flags are long."""
+        """Yield names and flags: the export's own draft, then the engine's."""
         yield PROFILE, self.program.draft_flags(self.plan)
         yield from self.program.own_drafts(self.plan, self.task.config.profile).items()
-        for number, line in enumerate(self.others, start=1):
-            yield f"flags {number}", shlex.split(line.replace("{out}", str(self.plan.out)))
 
     def contender(self, name: str, client: Client, flags: Sequence[str] = ()) -> EngineDecoding:
         """Return a server as a contender."""
@@ -100,7 +95,7 @@ def engine_task(config: BenchConfig, progress: Progress) -> Iterator[EngineTask]
     """
     assert config.engine is not None, "the caller has looked"
     program = find_engine(config.engine, config.engine_home)
-    version, others = program.version(), _other_drafts(config.engine_settings)
+    version = program.version()
     task = prepare_bench(config, progress)
     config.out.mkdir(exist_ok=True)
     settings = ExportSettings(
@@ -115,21 +110,10 @@ def engine_task(config: BenchConfig, progress: Progress) -> Iterator[EngineTask]
     plan = export(settings, progress, loaded=task.loaded).plan
     assert plan is not None, "an engine's export has a plan"
     with tempfile.TemporaryDirectory(prefix="sdtune-engine-") as logs:
-        engine = EngineTask(task, program, version, plan, _server_settings(task, plan), others, Path(logs))
+        engine = EngineTask(task, program, version, plan, _server_settings(task, plan), Path(logs))
         progress.stage(f"files for {program.title}")
         engine.remarks = program.prepare(plan, engine.logs / "convert.log")
         yield engine
-
-
-def _other_drafts(file: Path | None) -> tuple[str, ...]:
-    """Return the lines of the file of other drafts."""
-    if file is None:
-        return ()
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as cause:
-        raise ConfigError(f"cannot read {file}: {cause}") from None
-    return tuple(line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))
 
 
 def _server_settings(task: BenchTask, plan: Plan) -> ServerSettings:

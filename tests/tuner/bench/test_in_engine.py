@@ -16,6 +16,8 @@ from tests.support.profiles import save_profile
 from tests.support.refusals import refused
 from tests.support.tiny import write_tiny_prompts
 from tuner.cli.main import main
+from tuner.engines.llama_cpp import LlamaCppServer
+from tuner.export.plan import Plan
 
 Bench = Callable[..., Result]
 
@@ -36,18 +38,26 @@ def bench(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return run
 
 
-def test_the_export_is_measured_against_the_engines_plain_decoding(bench: Bench) -> None:
-    Path("others.txt").write_text("# a comment\n--spec-type ngram-simple --model-draft {out}/draft.gguf\n--broken\n")
-    done = bench("--set", "engine_settings=others.txt")
+def test_the_export_is_measured_against_the_engines_plain_decoding(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def own_drafts(engine: LlamaCppServer, plan: Plan, path: Path) -> dict[str, tuple[str, ...]]:
+        return {
+            "n-grams": ("--spec-type", "ngram-simple", "--model-draft", f"{plan.out}/draft.gguf"),
+            "broken": ("--broken",),
+        }
+
+    monkeypatch.setattr(LlamaCppServer, "own_drafts", own_drafts)
+    done = bench()
     assert done.exit_code == 0, done.output
     document = json.loads(Path("bench/bench.json").read_text())
     assert document["engine_version"] == "11434 (abc)"
-    assert list(document["contenders"]) == ["profile", "plain", "flags 1"]
+    assert list(document["contenders"]) == ["profile", "plain", "n-grams"]
     profile = document["contenders"]["profile"]
     assert profile["over_plain"]["value"] == profile["profile_over_it"]["value"] * 2.0 == pytest.approx(2.0)
     assert document["contenders"]["plain"]["profile_over_it"]["value"] == pytest.approx(2.0)
-    assert document["contenders"]["flags 1"]["over_plain"]["value"] == pytest.approx(2.5)
-    assert document["contenders"]["flags 1"]["profile_over_it"] is None, "they took no turns"
+    assert document["contenders"]["n-grams"]["over_plain"]["value"] == pytest.approx(2.5)
+    assert document["contenders"]["n-grams"]["profile_over_it"] is None, "they took no turns"
     assert (profile["num_spec_steps"], profile["num_draft_tokens"], profile["num_accepted_draft_tokens"]) == (
         12,
         24,
@@ -55,19 +65,19 @@ def test_the_export_is_measured_against_the_engines_plain_decoding(bench: Bench)
     )
     assert (profile["identical"], profile["texts"]) == (4, 4)
     assert profile["end_to_end"]["over_plain"]["value"] < 2.0
-    flags = document["contenders"]["flags 1"]["settings"]["flags"]
+    flags = document["contenders"]["n-grams"]["settings"]["flags"]
     assert flags == "--spec-type ngram-simple --model-draft export/draft.gguf"
-    assert "invalid argument" in document["left_out"]["flags 2"]
+    assert "invalid argument" in document["left_out"]["broken"]
     assert len(document["samples"]["profile"]) == 4
     assert Path("bench/export/target.gguf").read_text() == "gpt-2"
     table = Path("bench/bench.txt").read_text()
     assert "llama.cpp (11434 (abc)). Decode phase" in table
     assert "2.00 [2.00, 2.00]" in table
     assert "pre-tokenizer" in table
-    assert re.search(r"^flags 1 +--spec-type ngram-simple", table, re.MULTILINE)
-    assert re.search(r"^ flags 2 +left out", table, re.MULTILINE)
+    assert re.search(r"^n-grams +--spec-type ngram-simple", table, re.MULTILINE)
+    assert re.search(r"^ broken +left out", table, re.MULTILINE)
     verdict = " ".join(table[table.index("verdict") :].split())
-    assert "faster than plain decoding with 95 % confidence: flags 1, profile" in verdict
+    assert "faster than plain decoding with 95 % confidence: n-grams, profile" in verdict
 
 
 def test_a_different_text_is_an_error(bench: Bench) -> None:
