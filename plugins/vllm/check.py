@@ -2,9 +2,9 @@
 
     python plugins/vllm/check.py --profile configs/demo/result/profile.yaml --dataset configs/demo/prompts.jsonl [--json FILE]
 
-All engines live in one process and continue the same prompts in turns, so that their seconds can be compared: CPU seconds, or on
-a GPU those of the clock. Beside the
-profile itself run parts of it, and drafts of every kind; one that skips nothing has to be accepted whole.
+All engines live in one process and continue the same prompts in turns, so that their seconds can be compared: CPU seconds, or
+wall-clock seconds on a GPU. Beside the profile itself run parts of it, and drafts of every kind; one that skips nothing has to be
+accepted whole.
 """
 
 from __future__ import annotations
@@ -139,6 +139,15 @@ class Engine:
         self.texts += [list(answer.outputs[0].token_ids) for answer in answers]
         self.prompts += [list(answer.prompt_token_ids) for answer in answers]
 
+    def longer(self, num_tokens: int) -> list[list[int]]:
+        """Return the texts with further tokens: vLLM also counts what is accepted after the last token of a request."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=num_tokens)
+        asked = [{"prompt_token_ids": prompt + text} for prompt, text in zip(self.prompts, self.texts, strict=True)]
+        answers = self.llm.generate(asked, params, use_tqdm=False)
+        return [text + list(each.outputs[0].token_ids) for text, each in zip(self.texts, answers, strict=True)]
+
     def gap(self, number: int, other: Sequence[int]) -> float:
         """Return how much less likely the first differing token of another text is than this engine's own, in log-probability."""
         from vllm import SamplingParams
@@ -161,16 +170,16 @@ def pad(rows: int) -> None:
     SelfDraft._new_passes = lambda self, runner, size: own(self, runner, size + rows)  # type: ignore[method-assign]
 
 
-def replayed(folder: Path, prompts: Sequence[list[int]], texts: Sequence[list[int]], length: int) -> float:
-    """Return the acceptance rate that an exported draft model has on these texts by transformers, `length` tokens a round."""
+def replayed(folder: Path, plain: Engine, length: int) -> float:
+    """Return the acceptance rate that transformers gives an exported draft model on the plain texts, `length` tokens a round."""
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     rounds = accepted = 0
-    for prompt, text in zip(prompts, texts, strict=True):
-        whole, cache, at = prompt + text, DynamicCache(), len(prompt) + 1
-        while at < len(whole):
+    for prompt, text, longer in zip(plain.prompts, plain.texts, plain.longer(length), strict=True):
+        whole, cache, at = prompt + longer, DynamicCache(), len(prompt) + 1
+        while at < len(prompt) + len(text):
             cache.crop(min(cache.get_seq_length(), at - 1))
             drafted, given = list[int](), whole[cache.get_seq_length() : at]
             with torch.inference_mode():
@@ -281,8 +290,8 @@ def main() -> int:
             variant.save(path)
             engines[name] = Engine(model, args, path, num_speculative_tokens=variant.longest_draft)
         if args.launched:
-            path = Path(folder) / f"{PROFILE}.yaml"
-            most = profile.longest_draft
+            path, most = Path(folder) / f"{PROFILE}.yaml", profile.longest_draft
+            profile.save(path)
             engines["launched one by one"] = Engine(model, args, path, num_speculative_tokens=most, enforce_eager=True)
         if args.copy:
             copy = {"method": "draft_model", "model": str(args.copy), "num_speculative_tokens": args.copy_tokens}
@@ -310,11 +319,8 @@ def main() -> int:
             found[str(size)], different = report(engines, args.tie)
             wrong += different
             if args.copy:
-                plain, counts = engines[PLAIN], engines[COPY].counts
-                predicted, real = (
-                    replayed(args.copy, plain.prompts, plain.texts, args.copy_tokens),
-                    counts["accepted"] / counts["drafted"],
-                )
+                predicted, counts = replayed(args.copy, engines[PLAIN], args.copy_tokens), engines[COPY].counts
+                real = counts["accepted"] / counts["drafted"]
                 found[str(size)][COPY]["acceptance_by_transformers"] = predicted
                 print(f"{COPY}: {real:.1%} accepted, {predicted:.1%} by transformers on the same texts")
                 wrong += real < LEAST_ACCEPTANCE * predicted

@@ -158,13 +158,10 @@ def built_for_draft(group: Any, common: Any) -> Any:
 
 @contextmanager
 def _own_kernels(target: nn.Module) -> Iterator[None]:
-    """Have the target's modules call vLLM's kernels: in a model that vLLM compiles they compute by single operations."""
+    """Have the target's modules call vLLM's kernels; in a model that vLLM compiles, they otherwise run PyTorch's operations."""
+    from vllm.ir import ops
     from vllm.model_executor.custom_op import CustomOp
 
-    try:
-        from vllm.ir import ops
-    except ImportError:  # 0.31 has none
-        ops = None
     with ExitStack() as stack:
         for module in target.modules():
             if isinstance(module, CustomOp):
