@@ -6,107 +6,63 @@
 // rows, the reach of the pass or the number of threads. All sums are in float32.
 
 #include <ATen/Parallel.h>
-#include <immintrin.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
-#include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <limits>
 #include <vector>
 
+#include "lanes.h"
+
 namespace {
 
-constexpr int64_t kLanes = 16;
-constexpr int64_t kBlock = 32;   // keys at a time: two vectors of scores
+constexpr int64_t kBlock = 32;  // keys at a time
+constexpr int kParts = kBlock / kLanes;  // vectors of scores
 constexpr int64_t kChunk = 512;  // keys per task
 constexpr int64_t kBytesAhead = 4096;  // beyond a page, where the processor does not prefetch by itself
-constexpr int kRows = 4;  // at a time
+constexpr int kRows = kLanes == 16 ? 4 : 3, kVectors = 4;  // at a time: as many sums as fit in registers
 constexpr float kNever = -std::numeric_limits<float>::infinity();
-
-__mmask16 first_lanes(int64_t count) { return count >= kLanes ? 0xffff : count <= 0 ? 0 : (1u << count) - 1; }
 
 // Numbers are multiplied as words of 32 bits: one float, or a pair of bfloat16 numbers.
 struct Float32 {
   using Value = float;
   static constexpr int64_t kPerWord = 1;
-  static __m512 load(const Value* from, int64_t count) { return _mm512_maskz_loadu_ps(first_lanes(count), from); }
+  static Lanes values(const Value* from, int64_t count) { return load(from, count); }
   // Words of one number from each of `kPerWord` rows.
-  static __m512 across(const Value* const from[1], int64_t count) { return load(from[0], count); }
-  static __m512 add(__m512 sum, __m512 a, __m512 b) { return _mm512_fmadd_ps(a, b, sum); }
-  static void store(Value* to, int64_t count, __m512 values) { _mm512_mask_storeu_ps(to, first_lanes(count), values); }
-  // Store 32 weights as words, and round them to what is stored.
-  static void store_weights(float* to, __m512 weights[2]) {
-    _mm512_storeu_ps(to, weights[0]);
-    _mm512_storeu_ps(to + kLanes, weights[1]);
+  static Lanes across(const Value* const from[1], int64_t count) { return load(from[0], count); }
+  static Lanes add(Lanes sum, Lanes a, Lanes b) { return multiply_add(a, b, sum); }
+  static void put(Value* to, int64_t count, Lanes values) { store(to, count, values); }
+  // Store some weights as words, and return them as they are stored.
+  static Lanes put_weights(float* to, Lanes weights) {
+    store(to, weights);
+    return weights;
   }
 };
 
-#ifdef __AVX512BF16__
 struct BFloat16 {
   using Value = uint16_t;
   static constexpr int64_t kPerWord = 2;
-  static __m512 load(const Value* from, int64_t count) {
-    const __mmask32 lanes = count >= 32 ? 0xffffffffu : count <= 0 ? 0 : (1u << count) - 1;
-    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(lanes, from));
+  static Lanes values(const Value* from, int64_t count) { return load_pairs(from, count); }
+  static Lanes across(const Value* const from[2], int64_t count) {
+    return as_pairs(load_halves(from[0], count), load_halves(from[1], count));
   }
-  static __m512i widened(const Value* from, int64_t count) {
-    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(count), from));
-  }
-  static __m512 across(const Value* const from[2], int64_t count) {
-    const __m512i low = widened(from[0], count), high = widened(from[1], count);
-    return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-  }
-  static __m512 add(__m512 sum, __m512 a, __m512 b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
-  static void store(Value* to, int64_t count, __m512 values) {
-    _mm256_mask_storeu_epi16(to, first_lanes(count), (__m256i)_mm512_cvtneps_pbh(values));
-  }
-  static void store_weights(float* to, __m512 weights[2]) {
-    const __m512i pairs = (__m512i)_mm512_cvtne2ps_pbh(weights[1], weights[0]);
-    _mm512_storeu_ps(to, _mm512_castsi512_ps(pairs));
-    weights[0] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(pairs)), 16));
-    weights[1] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(pairs, 1)), 16));
+  static Lanes add(Lanes sum, Lanes a, Lanes b) { return multiply_add_pairs(a, b, sum); }
+  static void put(Value* to, int64_t count, Lanes values) { store_halves(to, count, to_bfloat16(values)); }
+  static Lanes put_weights(float* to, Lanes weights) {
+    const Halves rounded = to_bfloat16(weights);
+    store_halves((uint16_t*)to, rounded);
+    return from_bfloat16(rounded);
   }
 };
-#endif
 
 // 2 to the power of `x`, at most 0, to float32's precision: a Taylor polynomial of half an octave to either side.
-__m512 power_of_two(__m512 x) {
-  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 t = _mm512_mul_ps(_mm512_sub_ps(x, whole), _mm512_set1_ps(0.69314718056f));
-  __m512 sum = _mm512_set1_ps(1.0f / 5040);
+Lanes power_of_two(Lanes x) {
+  const Lanes whole = to_whole(x);
+  const Lanes t = multiply(subtract(x, whole), all(0.69314718056f));
+  Lanes sum = all(1.0f / 5040);
   for (const float factor : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 1.0f / 2, 1.0f, 1.0f})
-    sum = _mm512_fmadd_ps(sum, t, _mm512_set1_ps(factor));
-  return _mm512_scalef_ps(sum, whole);
-}
-
-// Transpose 16 x 16 values: `rows[i]` becomes column i.
-void transpose(__m512 rows[kLanes]) {
-  __m512 other[kLanes];
-  for (int i = 0; i < 16; i += 2) {
-    other[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
-    other[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    const auto pair = [&](int a) { return _mm512_castps_pd(other[i + a]); };
-    rows[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(pair(0), pair(2)));
-    rows[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(pair(0), pair(2)));
-    rows[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(pair(1), pair(3)));
-    rows[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(pair(1), pair(3)));
-  }
-  for (int i = 0; i < 4; ++i) {
-    other[i] = _mm512_shuffle_f32x4(rows[i], rows[i + 4], 0x88);
-    other[i + 4] = _mm512_shuffle_f32x4(rows[i], rows[i + 4], 0xdd);
-    other[i + 8] = _mm512_shuffle_f32x4(rows[i + 8], rows[i + 12], 0x88);
-    other[i + 12] = _mm512_shuffle_f32x4(rows[i + 8], rows[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 4; ++i) {
-    rows[i] = _mm512_shuffle_f32x4(other[i], other[i + 8], 0x88);
-    rows[i + 4] = _mm512_shuffle_f32x4(other[i + 4], other[i + 12], 0x88);
-    rows[i + 8] = _mm512_shuffle_f32x4(other[i], other[i + 8], 0xdd);
-    rows[i + 12] = _mm512_shuffle_f32x4(other[i + 4], other[i + 12], 0xdd);
-  }
+    sum = multiply_add(sum, t, all(factor));
+  return times_power_of_two(sum, whole);
 }
 
 // Ask for what is read soon. Beyond the end of a cache this does nothing.
@@ -172,7 +128,7 @@ struct Attention {
       const Value* from = query.at(text, group * shared + row / width, row % width);
       for (int64_t word = 0; word < padded_words(); word += kLanes) {
         const int64_t d = word * Kind::kPerWord;
-        _mm512_storeu_ps(&own.queries[row * padded_words() + word], Kind::load(from + d, size - d));
+        store(&own.queries[row * padded_words() + word], Kind::values(from + d, size - d));
       }
       limits(text, row, &own.first[row], &own.end[row], &own.self[row]);
     }
@@ -183,14 +139,14 @@ struct Attention {
     for (int64_t word = 0; word < padded_words(); word += kLanes) {
       const int64_t d = word * Kind::kPerWord;
       for (int64_t first = 0; first < kBlock; first += kLanes) {
-        __m512 tile[kLanes];
+        Lanes tile[kLanes];
         for (int64_t i = 0; i < kLanes; ++i) {
           const Value* from = key.at(text, group, slot + first + i) + d;
           prefetch(from);
-          tile[i] = first + i < count ? Kind::load(from, size - d) : _mm512_setzero_ps();
+          tile[i] = first + i < count ? Kind::values(from, size - d) : zeros();
         }
         transpose(tile);
-        for (int64_t i = 0; i < kLanes; ++i) _mm512_storeu_ps(&own.keys[(word + i) * kBlock + first], tile[i]);
+        for (int64_t i = 0; i < kLanes; ++i) store(&own.keys[(word + i) * kBlock + first], tile[i]);
       }
     }
   }
@@ -204,73 +160,76 @@ struct Attention {
           from[j] = value.at(text, group, slot + std::min(i + j, count - 1)) + d;
           prefetch(from[j]);
         }
-        _mm512_storeu_ps(&own.values[i / Kind::kPerWord * padded() + d], Kind::across(from, size - d));
+        store(&own.values[i / Kind::kPerWord * padded() + d], Kind::across(from, size - d));
       }
     }
   }
 
   template <int R>
   void score(Scratch& own, int64_t row) const {
-    __m512 sums[R][2];
-    for (auto& of_row : sums) of_row[0] = of_row[1] = _mm512_setzero_ps();
+    Lanes sums[R][kParts];
+    for (auto& of_row : sums)
+      for (auto& part : of_row) part = zeros();
     const int64_t step = padded_words();
     const float *q = &own.queries[row * step], *k = own.keys.data();
     for (int64_t word = 0; word < words(); ++word) {
-      const __m512 left = _mm512_loadu_ps(k + word * kBlock), right = _mm512_loadu_ps(k + word * kBlock + kLanes);
+      Lanes of_keys[kParts];
+      for (int part = 0; part < kParts; ++part) of_keys[part] = load(k + word * kBlock + part * kLanes);
       for (int r = 0; r < R; ++r) {
-        const __m512 of_query = _mm512_set1_ps(q[r * step + word]);
-        sums[r][0] = Kind::add(sums[r][0], of_query, left);
-        sums[r][1] = Kind::add(sums[r][1], of_query, right);
+        const Lanes of_query = all(q[r * step + word]);
+        for (int part = 0; part < kParts; ++part) sums[r][part] = Kind::add(sums[r][part], of_query, of_keys[part]);
       }
     }
     for (int r = 0; r < R; ++r)
-      for (int half = 0; half < 2; ++half) _mm512_storeu_ps(&own.weights[(row + r) * kBlock + half * kLanes], sums[r][half]);
+      for (int part = 0; part < kParts; ++part) store(&own.weights[(row + r) * kBlock + part * kLanes], sums[r][part]);
   }
 
   // Turn a row's scores into weights; return the factor of what was summed before.
   float weigh(Scratch& own, Partial& found, int64_t row, int64_t slot) const {
     float* stored = &own.weights[row * kBlock];
-    const __m512 factor = _mm512_set1_ps(scale * 1.44269504089f);  // for powers of two
-    __mmask16 seen[2];
-    __m512 scores[2], weights[2];
-    for (int half = 0; half < 2; ++half) {
-      const int64_t from = slot + half * kLanes;
+    const Lanes factor = all(scale * 1.44269504089f);  // for powers of two
+    Mask seen[kParts];
+    Lanes scores[kParts], most = all(kNever), sum = zeros();
+    for (int part = 0; part < kParts; ++part) {
+      const int64_t from = slot + part * kLanes;
       const int64_t self = own.self[row] - from;
-      seen[half] = first_lanes(own.end[row] - from) & ~first_lanes(own.first[row] - from);
-      seen[half] |= self >= 0 && self < kLanes ? 1u << self : 0;
-      scores[half] = _mm512_mask_mul_ps(_mm512_set1_ps(kNever), seen[half], _mm512_loadu_ps(stored + half * kLanes), factor);
+      seen[part] = first_lanes(own.end[row] - from) & ~first_lanes(own.first[row] - from);
+      seen[part] |= self >= 0 && self < kLanes ? 1u << self : 0;
+      scores[part] = chosen(seen[part], multiply(load(stored + part * kLanes), factor), all(kNever));
+      most = greater(most, scores[part]);
     }
     const float before = found.greatest[row];
-    const float greatest = std::max(before, _mm512_reduce_max_ps(_mm512_max_ps(scores[0], scores[1])));
-    for (int half = 0; half < 2; ++half)
-      weights[half] = _mm512_maskz_mov_ps(seen[half], power_of_two(_mm512_sub_ps(scores[half], _mm512_set1_ps(greatest))));
-    Kind::store_weights(stored, weights);
+    const float greatest = std::max(before, greatest_of(most));
+    for (int part = 0; part < kParts; ++part) {
+      const Lanes weights = chosen(seen[part], power_of_two(subtract(scores[part], all(greatest))), zeros());
+      sum = add(sum, Kind::put_weights(stored + part * kLanes / Kind::kPerWord, weights));
+    }
     const float rescaled = before == greatest ? 1 : std::exp2(before - greatest);
     found.greatest[row] = greatest;
-    found.sums[row] = found.sums[row] * rescaled + _mm512_reduce_add_ps(_mm512_add_ps(weights[0], weights[1]));
+    found.sums[row] = found.sums[row] * rescaled + sum_of(sum);
     return rescaled;
   }
 
   // Add the weighted values of `V` vectors from `d` on to `R` rows.
   template <int R, int V>
-  void add(Scratch& own, Partial& found, const float* factors, int64_t row, int64_t d, int64_t count) const {
+  void add_values(Scratch& own, Partial& found, const float* factors, int64_t row, int64_t d, int64_t count) const {
     float* to = found.values + row * padded() + d;
-    __m512 sums[R][V];
+    Lanes sums[R][V];
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < V; ++v)
-        sums[r][v] = _mm512_mul_ps(_mm512_loadu_ps(to + r * padded() + v * kLanes), _mm512_set1_ps(factors[r]));
+        sums[r][v] = multiply(load(to + r * padded() + v * kLanes), all(factors[r]));
     const float *from = own.values.data() + d, *weights = &own.weights[row * kBlock];
     const int64_t step = padded();
     for (int64_t word = 0; word * Kind::kPerWord < count; ++word, from += step) {
-      __m512 of_values[V];
-      for (int v = 0; v < V; ++v) of_values[v] = _mm512_loadu_ps(from + v * kLanes);
+      Lanes of_values[V];
+      for (int v = 0; v < V; ++v) of_values[v] = load(from + v * kLanes);
       for (int r = 0; r < R; ++r) {
-        const __m512 weight = _mm512_set1_ps(weights[r * kBlock + word]);
+        const Lanes weight = all(weights[r * kBlock + word]);
         for (int v = 0; v < V; ++v) sums[r][v] = Kind::add(sums[r][v], weight, of_values[v]);
       }
     }
     for (int r = 0; r < R; ++r)
-      for (int v = 0; v < V; ++v) _mm512_storeu_ps(to + r * padded() + v * kLanes, sums[r][v]);
+      for (int v = 0; v < V; ++v) store(to + r * padded() + v * kLanes, sums[r][v]);
   }
 
   template <int R>
@@ -279,8 +238,8 @@ struct Attention {
     float factors[R];
     for (int r = 0; r < R; ++r) factors[r] = weigh(own, found, row + r, slot);
     int64_t d = 0;
-    for (; d + 4 * kLanes <= padded(); d += 4 * kLanes) add<R, 4>(own, found, factors, row, d, count);
-    for (; d < padded(); d += kLanes) add<R, 1>(own, found, factors, row, d, count);
+    for (; d + kVectors * kLanes <= padded(); d += kVectors * kLanes) add_values<R, kVectors>(own, found, factors, row, d, count);
+    for (; d < padded(); d += kLanes) add_values<R, 1>(own, found, factors, row, d, count);
   }
 
   // All rows of one group of heads over the keys from `first` up to `end`.
@@ -326,11 +285,10 @@ struct Attention {
         sum += found[chunk].sums[row] * share(found[chunk], row, greatest);
       Value* to = outputs + ((text * width + row % width) * heads + group * shared + row / width) * size;
       for (int64_t d = 0; d < size; d += kLanes) {
-        __m512 total = _mm512_setzero_ps();
+        Lanes total = zeros();
         for (int64_t chunk = 0; chunk < chunks; ++chunk)
-          total = _mm512_fmadd_ps(_mm512_set1_ps(share(found[chunk], row, greatest)),
-                                  _mm512_loadu_ps(found[chunk].values + row * padded() + d), total);
-        Kind::store(to + d, size - d, _mm512_div_ps(total, _mm512_set1_ps(sum)));
+          total = multiply_add(all(share(found[chunk], row, greatest)), load(found[chunk].values + row * padded() + d), total);
+        Kind::put(to + d, size - d, divide(total, all(sum)));
       }
     }
   }
@@ -398,10 +356,8 @@ void attend(const void* const data[3], const int64_t* const strides[3], const in
 extern "C" __attribute__((visibility("default"))) void sdtune_attend(
     const void* const* data, const int64_t* const* strides, const int64_t* positions, int64_t position_stride,
     int64_t own_offset, void* outputs, const int64_t* sizes, const int64_t* key_sizes, double scale, int64_t window, int64_t item_size) {
-#ifdef __AVX512BF16__
   if (item_size == 2)
     return attend<BFloat16>(data, strides, positions, position_stride, own_offset, outputs, sizes, key_sizes, scale, window);
-#endif
   attend<Float32>(data, strides, positions, position_stride, own_offset, outputs, sizes, key_sizes, scale, window);
 }
 

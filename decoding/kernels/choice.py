@@ -12,6 +12,7 @@ from torch import nn
 
 from decoding.errors import UnsupportedModelError
 from decoding.kernels import attention, linear, quantised
+from decoding.kernels.compiled import CompiledFunction
 from decoding.kernels.linear import FewPositionsLinear, PackedLinear
 from decoding.kernels.quantised import MAX_INPUTS, PACKED, QuantisedLinear, TiledLinear
 
@@ -40,24 +41,16 @@ def kernel_for(work: Work, device: torch.device, dtype: torch.dtype | None = Non
     """
     if device.type != "cpu":
         return KernelChoice(None, f"there is no kernel of ours for {device.type}")
-    if work in ("int8", "int4"):
-        if not (torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported()):
-            return KernelChoice(None, "the processor has no AVX-512 VNNI")
-        return _compiled("tiles", quantised.MULTIPLY.exists)
-    precision = str(dtype).removeprefix("torch.")
-    has_instructions = {
-        torch.float32: torch.cpu._is_avx512_supported,
-        torch.bfloat16: torch.cpu._is_avx512_bf16_supported,
-    }.get(dtype or torch.float64, lambda: False)()
-    if work == "attention":
-        if not has_instructions:
-            return KernelChoice(None, f"the processor has no AVX-512 for {precision}")
-        return _compiled("attention", attention.ATTEND.exists)
-    if has_instructions and linear.MULTIPLY.exists:
-        return KernelChoice("few positions")
-    if _packs(dtype):
-        return KernelChoice("packed")
-    return KernelChoice(None, f"neither AVX-512 nor oneDNN computes in {precision} here")
+    kernel, function = _kernels()[work]
+    if dtype not in (torch.float32, torch.bfloat16) and work in ("linear", "attention"):
+        reason = f"our kernel does not compute in {str(dtype).removeprefix('torch.')}"
+    elif not torch.cpu._is_avx2_supported():
+        reason = "the processor has no AVX2"
+    elif not function.exists:
+        reason = "its source cannot be compiled"
+    else:
+        return KernelChoice(kernel)
+    return KernelChoice("packed") if work == "linear" and _packs(dtype) else KernelChoice(None, reason)
 
 
 def kernels_on(device: torch.device, dtype: torch.dtype) -> dict[Work, KernelChoice]:
@@ -65,8 +58,14 @@ def kernels_on(device: torch.device, dtype: torch.dtype) -> dict[Work, KernelCho
     return {work: kernel_for(work, device, dtype) for work in get_args(Work)}
 
 
-def _compiled(kernel: Kernel, exists: bool) -> KernelChoice:
-    return KernelChoice(kernel) if exists else KernelChoice(None, "its source cannot be compiled")
+def _kernels() -> dict[Work, tuple[Kernel, CompiledFunction]]:
+    """Return our kernel for each work. All need AVX2, and have a form for AVX-512."""
+    return {
+        "linear": ("few positions", linear.MULTIPLY),
+        "attention": ("attention", attention.ATTEND),
+        "int8": ("tiles", quantised.MULTIPLY),
+        "int4": ("tiles", quantised.MULTIPLY),
+    }
 
 
 def _packs(dtype: torch.dtype | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ class CompiledFunction:
         errors = importlib.import_module("torch._inductor.exc")
         cache = importlib.import_module("torch._inductor.codecache").CppCodeCache
         try:
-            compiled = cache.load(Path(__file__).with_name(self._source).read_text(), "cpu")
+            compiled = cache.load(_with_headers(_read(self._source)), "cpu")
         except (errors.CppCompileError, errors.InvalidCxxCompiler) as cause:
             warnings.warn(f"passes run slower than they could: {one_line(cause)[:200]}", stacklevel=3)
             return None
@@ -50,6 +51,15 @@ class CompiledFunction:
         function = getattr(library, self._name)
         function.argtypes, function.restype = list(self._arguments), self._result
         return function
+
+
+def _read(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def _with_headers(source: str) -> str:
+    """Return a source with our headers in their places: torch compiles it in a folder of its own."""
+    return re.sub(r'^#include "(.+)"$', lambda found: _read(found[1]), source, flags=re.MULTILINE)
 
 
 def call_directly(

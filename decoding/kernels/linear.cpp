@@ -6,38 +6,49 @@
 // of the pass: the same bits for any number of them.
 
 #include <ATen/Parallel.h>
-#include <immintrin.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "lanes.h"
 
 namespace {
 
 constexpr int64_t kRows = 4;
-constexpr int64_t kMaxPositions = 6;  // at once: as many sums as fit in registers
+constexpr int64_t kMaxPositions = 6;  // at once
+constexpr int kSums = kLanes == 16 ? 24 : 12;  // in registers
+constexpr int64_t kPiece = 16;  // vectors of a row, where not all rows fit at once: all of them are read side by side
 constexpr int64_t kBytesPerThread = 1 << 16;
 constexpr int64_t kBytesAhead = 4096;  // beyond a page, where the processor does not prefetch by itself
 
+// How weights and values are multiplied: `kStep` at a time, values stored as `Stored`.
 struct Float32 {
   using Value = float;
-  static constexpr int64_t kLanes = 16;
-  using Vector = __m512;
-  static Vector load(const Value* from) { return _mm512_loadu_ps(from); }
-  static Vector load(const Value* from, int64_t count) { return _mm512_maskz_loadu_ps((1u << count) - 1, from); }
-  static __m512 add(__m512 sum, Vector a, Vector b) { return _mm512_fmadd_ps(a, b, sum); }
+  using Stored = float;
+  static constexpr int64_t kStep = kLanes;
+  static Lanes weights(const Value* from, int64_t count) { return load(from, count); }
+  static Lanes values(const Stored* from, int64_t count) { return load(from, count); }
+  static Lanes add(Lanes sum, Lanes weights, Lanes values) { return multiply_add(weights, values, sum); }
   static Value rounded(float sum) { return sum; }
 };
 
-#ifdef __AVX512BF16__
 struct BFloat16 {
   using Value = uint16_t;
-  static constexpr int64_t kLanes = 32;
-  using Vector = __m512i;
-  static Vector load(const Value* from) { return _mm512_loadu_si512(from); }
-  static Vector load(const Value* from, int64_t count) { return _mm512_maskz_loadu_epi16((1u << count) - 1, from); }
-  static __m512 add(__m512 sum, Vector a, Vector b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+  static constexpr int64_t kStep = 2 * kLanes;
+  static Lanes weights(const Value* from, int64_t count) { return load_pairs(from, count); }
+#ifdef __AVX512BF16__
+  using Stored = uint16_t;
+  static Lanes values(const Stored* from, int64_t count) { return load_pairs(from, count); }
+  static Lanes add(Lanes sum, Lanes weights, Lanes values) { return multiply_add_pairs(weights, values, sum); }
+#else
+  using Stored = float;  // of `kStep` values the first of each pair, then the second
+  static const Stored* values(const Stored* from, int64_t) { return from; }
+  static Lanes add(Lanes sum, Lanes weights, const Stored* values) {
+    sum = multiply_add(first_of_pairs(weights), load(values), sum);
+    return multiply_add(second_of_pairs(weights), load(values + kLanes), sum);
+  }
+#endif
   static Value rounded(float sum) {
     uint32_t bits;
     std::memcpy(&bits, &sum, sizeof bits);
@@ -45,51 +56,87 @@ struct BFloat16 {
     return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   }
 };
-#endif
+
+// The values [positions, stride] as they are read. Unpacked, so that each pair is taken apart once and not in every row.
+template <typename Kind>
+struct Operands {
+  int64_t stride;
+  std::vector<typename Kind::Stored> unpacked;
+  const typename Kind::Stored* data;
+
+  Operands(const typename Kind::Value* values, int64_t positions, int64_t inputs) : stride(inputs) {
+    if constexpr (std::is_same_v<typename Kind::Stored, typename Kind::Value>) {
+      data = values;
+    } else {
+      stride = (inputs + Kind::kStep - 1) / Kind::kStep * Kind::kStep;
+      unpacked.resize(positions * stride);
+      for (int64_t m = 0; m < positions; ++m) {
+        for (int64_t k = 0; k < inputs; k += Kind::kStep) {
+          const Lanes pairs = load_pairs(values + m * inputs + k, inputs - k);
+          float* to = &unpacked[m * stride + k];
+          store(to, first_of_pairs(pairs)), store(to + kLanes, second_of_pairs(pairs));
+        }
+      }
+      data = unpacked.data();
+    }
+  }
+};
 
 template <typename Kind>
 struct Product {
   using Value = typename Kind::Value;
-  const Value *values, *weight;
+  const Operands<Kind>& values;
+  const Value* weight;
   Value* outputs;
   int64_t positions, rows, inputs;
 
-  // Sums of `R` rows that are `step` rows apart, for `M` positions.
+  // Add the products from input `k` up to `end` of `R` rows that are `step` rows apart, for `M` positions.
   template <int R, int M>
-  void sum(int64_t row, int64_t step, int64_t position) const {
+  void add(int64_t row, int64_t step, int64_t position, int64_t k, int64_t end, Lanes (*found)[M]) const {
     const Value* w = weight + row * inputs;
-    const Value* x = values + position * inputs;
+    const auto* x = values.data + position * values.stride;
     constexpr bool kAhead = M >= 3;  // with fewer positions, the processor keeps ahead by itself
-    __m512 sums[R][M];
-    for (auto& of_row : sums)
-      for (auto& each : of_row) each = _mm512_setzero_ps();
-    auto accumulate = [&](auto load, int64_t k) {
-      typename Kind::Vector of_position[M];
-      for (int m = 0; m < M; ++m) of_position[m] = load(x + m * inputs + k);
+    Lanes sums[R][M];
+    for (int r = 0; r < R; ++r) std::copy_n(found[r], M, sums[r]);
+    const auto accumulate = [&](auto count) {
+      decltype(Kind::values(x, count)) of_position[M];
+      for (int m = 0; m < M; ++m) of_position[m] = Kind::values(x + m * values.stride + k, count);
       for (int r = 0; r < R; ++r) {
         const Value* from = w + r * step * inputs + k;
         if constexpr (kAhead) _mm_prefetch((const char*)from + kBytesAhead, _MM_HINT_T1);
-        const auto of_row = load(from);
+        const Lanes of_row = Kind::weights(from, count);
         for (int m = 0; m < M; ++m) sums[r][m] = Kind::add(sums[r][m], of_row, of_position[m]);
       }
     };
-    const int64_t rest = inputs % Kind::kLanes, whole = inputs - rest;
-    for (int64_t k = 0; k < whole; k += Kind::kLanes) accumulate([](const Value* from) { return Kind::load(from); }, k);
-    if (rest) accumulate([rest](const Value* from) { return Kind::load(from, rest); }, whole);
-    for (int m = 0; m < M; ++m)
-      for (int r = 0; r < R; ++r)
-        outputs[(position + m) * rows + row + r * step] = Kind::rounded(_mm512_reduce_add_ps(sums[r][m]));
+    for (; k + Kind::kStep <= end; k += Kind::kStep) accumulate(std::integral_constant<int64_t, Kind::kStep>());
+    if (k < end) accumulate(end - k);
+    for (int r = 0; r < R; ++r) std::copy_n(sums[r], M, found[r]);
   }
 
-  template <int R>
+  // Sums of `T` rows for `M` positions, as many rows at once as there are registers for.
+  template <int T, int M>
+  void sum(int64_t row, int64_t step, int64_t position) const {
+    constexpr int kFit = kSums / M, R = kFit >= T ? T : kFit >= 2 ? std::min(T, 2) : 1;
+    const int64_t piece = R == T ? inputs : kPiece * Kind::kStep;
+    Lanes sums[T][M];
+    for (auto& of_row : sums)
+      for (auto& each : of_row) each = zeros();
+    for (int64_t k = 0; k < inputs; k += piece)
+      for (int r = 0; r < T; r += R) add<R, M>(row + r * step, step, position, k, std::min(k + piece, inputs), sums + r);
+    for (int m = 0; m < M; ++m)
+      for (int r = 0; r < T; ++r)
+        outputs[(position + m) * rows + row + r * step] = Kind::rounded(sum_of(sums[r][m]));
+  }
+
+  template <int T>
   void sum(int64_t row, int64_t step, int64_t position, int64_t count) const {
     switch (count) {
-      case 1: return sum<R, 1>(row, step, position);
-      case 2: return sum<R, 2>(row, step, position);
-      case 3: return sum<R, 3>(row, step, position);
-      case 4: return sum<R, 4>(row, step, position);
-      case 5: return sum<R, 5>(row, step, position);
-      default: return sum<R, 6>(row, step, position);
+      case 1: return sum<T, 1>(row, step, position);
+      case 2: return sum<T, 2>(row, step, position);
+      case 3: return sum<T, 3>(row, step, position);
+      case 4: return sum<T, 4>(row, step, position);
+      case 5: return sum<T, 5>(row, step, position);
+      default: return sum<T, 6>(row, step, position);
     }
   }
 
@@ -116,7 +163,8 @@ struct Product {
 template <typename Kind>
 void multiply(const void* values, const void* weight, void* outputs, int64_t positions, int64_t rows, int64_t inputs) {
   using Value = typename Kind::Value;
-  Product<Kind>{(const Value*)values, (const Value*)weight, (Value*)outputs, positions, rows, inputs}.compute();
+  const Operands<Kind> operands((const Value*)values, positions, inputs);
+  Product<Kind>{operands, (const Value*)weight, (Value*)outputs, positions, rows, inputs}.compute();
 }
 
 }  // namespace
@@ -125,9 +173,7 @@ void multiply(const void* values, const void* weight, void* outputs, int64_t pos
 extern "C" __attribute__((visibility("default"))) void sdtune_multiply(
     const void* values, const void* weight, void* outputs, int64_t positions, int64_t rows, int64_t inputs,
     int64_t item_size) {
-#ifdef __AVX512BF16__
   if (item_size == 2) return multiply<BFloat16>(values, weight, outputs, positions, rows, inputs);
-#endif
   multiply<Float32>(values, weight, outputs, positions, rows, inputs);
 }
 

@@ -1,20 +1,23 @@
 // Linear layers with integer weights: outputs[m, n] = scale[n] * scale of position m * sum over k of x[m, k] * w[n, k].
 //
-// A value is 128 times a signed byte plus another one, so that each sum is two sums of products of bytes (VNNI). All
-// sums are integers and exact: the same bits for any number of positions, and those of `QuantisedLinear`.
+// All sums are integers and exact: the same bits for any number of positions, those of `QuantisedLinear`, and the same by
+// either instruction set. With AVX-512 a value is 128 times a signed byte plus another one, so that each sum is two sums of
+// products of bytes (VNNI), in 32 bits to the end. With AVX2 a value is an integer of 16 bits. Products of pairs are added in 32
+// bits as long as they fit, and then in float64.
 //
 // Weights lie in tiles of 16 rows, which `quantised.py` describes. A lane sums a row, so that nothing is added
 // across lanes. Several tiles are read at a time, each from another part of the weight.
 
 #include <ATen/Parallel.h>
-#include <immintrin.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
 #include <limits>
 #include <vector>
+
+#ifndef __AVX512VNNI__
+#define SDTUNE_AVX2
+#endif
+#include "lanes.h"
 
 namespace {
 
@@ -30,40 +33,43 @@ enum class Precision : int64_t { kFloat32, kBFloat16, kFloat16 };
 
 int64_t item_size(Precision precision) { return precision == Precision::kFloat32 ? 4 : 2; }
 
-__m512 load(const void* from, Precision precision, __mmask16 mask) {
-  if (precision == Precision::kFloat32) return _mm512_maskz_loadu_ps(mask, from);
-  const __m256i halves = _mm256_maskz_loadu_epi16(mask, from);
-  if (precision == Precision::kFloat16) return _mm512_cvtph_ps(halves);
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+Lanes load(const void* from, Precision precision, int64_t count) {
+  if (precision == Precision::kFloat32) return load((const float*)from, count);
+  const Halves halves = load_halves((const uint16_t*)from, count);
+  return precision == Precision::kFloat16 ? from_float16(halves) : from_bfloat16(halves);
 }
 
-void store(void* to, Precision precision, __mmask16 mask, __m512 values) {
-  if (precision == Precision::kFloat32) return _mm512_mask_storeu_ps(to, mask, values);
-  if (precision == Precision::kFloat16)
-    return _mm256_mask_storeu_epi16(to, mask, _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT));
-  const __m512i bits = _mm512_castps_si512(values);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i nearest = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-  const __mmask16 is_nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
-  const __m512i upper = _mm512_mask_mov_epi32(_mm512_srli_epi32(nearest, 16), is_nan, _mm512_set1_epi32(0x7fc0));
-  _mm256_mask_storeu_epi16(to, mask, _mm512_cvtepi32_epi16(upper));
+void store(void* to, Precision precision, int64_t count, Lanes values) {
+  if (precision == Precision::kFloat32) return store((float*)to, count, values);
+  store_halves((uint16_t*)to, count, precision == Precision::kFloat16 ? to_float16(values) : to_bfloat16(values));
 }
 
-// The values of all positions as integers: 128 * high + low, zeros after the last input.
+// The values of all positions as integers, zeros after the last input. How they are stored depends on the instructions.
 struct Values {
   int64_t padded;
-  std::vector<int8_t> high, low;
+  std::vector<double> scales, sums;  // by position
+#ifndef SDTUNE_AVX2
+  std::vector<int8_t> high, low;  // 128 * high + low
   std::vector<int16_t> high_sums, low_sums;  // by position and group of 32
-  std::vector<double> scales, sums;          // by position
+#else
+  std::vector<int16_t> words;  // of four neighbours the first, the third, the second and the fourth
+  std::vector<int32_t> group_sums;  // by position and group of 32
+#endif
 
   Values(const void* from, Precision precision, int64_t positions, int64_t inputs)
       : padded((inputs + 2 * kGroup - 1) / (2 * kGroup) * 2 * kGroup),
+        scales(positions),
+        sums(positions),
+#ifndef SDTUNE_AVX2
         high(positions * padded),
         low(positions * padded),
         high_sums(positions * padded / kGroup),
-        low_sums(positions * padded / kGroup),
-        scales(positions),
-        sums(positions) {
+        low_sums(positions * padded / kGroup)
+#else
+        words(positions * padded),
+        group_sums(positions * padded / kGroup)
+#endif
+  {
     for (int64_t m = 0; m < positions; ++m) {
       quantise((const char*)from + m * inputs * item_size(precision), precision, inputs, m);
       add_up(m);
@@ -71,28 +77,28 @@ struct Values {
   }
 
   void quantise(const char* from, Precision precision, int64_t inputs, int64_t m) {
-    const auto values = [&](int64_t k) {
-      const __mmask16 mask = inputs - k >= 16 ? 0xffff : (1u << (inputs - k)) - 1;
-      return load(from + k * item_size(precision), precision, mask);
-    };
-    __m512 largest = _mm512_setzero_ps();
-    __mmask16 bad = 0;
-    for (int64_t k = 0; k < inputs; k += 16) {
-      const __m512 sizes = _mm512_abs_ps(values(k));
-      bad |= _mm512_cmp_ps_mask(sizes, _mm512_set1_ps(std::numeric_limits<float>::max()), _CMP_NLE_UQ);
-      largest = _mm512_max_ps(largest, sizes);
+    const auto values = [&](int64_t k) { return load(from + k * item_size(precision), precision, inputs - k); };
+    Lanes largest = zeros();
+    bool bad = false;
+    for (int64_t k = 0; k < inputs; k += kLanes) {
+      const Lanes sizes = absolute(values(k));
+      bad |= exceeds(sizes, std::numeric_limits<float>::max());
+      largest = greater(largest, sizes);
     }
-    const float size = std::max(_mm512_reduce_max_ps(largest), kSmallest);
+    const float size = std::max(greatest_of(largest), kSmallest);
     scales[m] = bad ? std::numeric_limits<float>::quiet_NaN() : size / float(kMaxValue);
     if (bad) return;
-    const __m512 steps = _mm512_set1_ps(1 / size * float(kMaxValue));
-    for (int64_t k = 0; k < inputs; k += 16) {
-      const __m512i integers = _mm512_cvtps_epi32(_mm512_mul_ps(values(k), steps));
-      const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(integers, _mm512_set1_epi32(64)), 7);
-      const __m512i lower = _mm512_sub_epi32(integers, _mm512_slli_epi32(upper, 7));
-      _mm_storeu_si128((__m128i*)&high[m * padded + k], _mm512_cvtepi32_epi8(upper));
-      _mm_storeu_si128((__m128i*)&low[m * padded + k], _mm512_cvtepi32_epi8(lower));
-    }
+    const Lanes steps = all(1 / size * float(kMaxValue));
+    for (int64_t k = 0; k < inputs; k += kLanes) put(multiply(values(k), steps), m * padded + k);
+  }
+
+#ifndef SDTUNE_AVX2
+  void put(Lanes values, int64_t at) {
+    const __m512i integers = _mm512_cvtps_epi32(values);
+    const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(integers, _mm512_set1_epi32(64)), 7);
+    const __m512i lower = _mm512_sub_epi32(integers, _mm512_slli_epi32(upper, 7));
+    _mm_storeu_si128((__m128i*)&high[at], _mm512_cvtepi32_epi8(upper));
+    _mm_storeu_si128((__m128i*)&low[at], _mm512_cvtepi32_epi8(lower));
   }
 
   void add_up(int64_t m) {
@@ -110,15 +116,57 @@ struct Values {
     }
     sums[m] = sum;
   }
+#else
+  void put(Lanes values, int64_t at) {
+    const __m256i integers = _mm256_cvtps_epi32(values);
+    const __m128i eight = _mm_packs_epi32(_mm256_castsi256_si128(integers), _mm256_extracti128_si256(integers, 1));
+    const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+    _mm_storeu_si128((__m128i*)&words[at], _mm_shuffle_epi8(eight, order));
+  }
+
+  void add_up(int64_t m) {
+    int64_t sum = 0;
+    for (int64_t g = m * padded / kGroup; g < (m + 1) * padded / kGroup; ++g) {
+      for (int64_t i = g * kGroup; i < (g + 1) * kGroup; ++i) group_sums[g] += words[i];
+      sum += group_sums[g];
+    }
+    sums[m] = sum;
+  }
+#endif
 };
 
 // Two 16-bit or four 8-bit integers of a position, in each lane.
 template <typename Value>
-__m512i broadcast(const Value* from) {
+int32_t bits_of(const Value* from) {
   int32_t bits;
   std::memcpy(&bits, from, sizeof bits);
-  return _mm512_set1_epi32(bits);
+  return bits;
 }
+
+#ifndef SDTUNE_AVX2
+
+template <typename Value>
+__m512i broadcast(const Value* from) {
+  return _mm512_set1_epi32(bits_of(from));
+}
+
+// The sums of a tile for one position.
+struct Sums {
+  __m512i high = _mm512_setzero_si512(), low = _mm512_setzero_si512();
+
+  // (sums - shift) * scales of rows * scale of the position, for all rows.
+  Lanes scaled(int64_t, double shift, Lanes of_rows, double of_position) const {
+    const auto half = [&](__m256i upper, __m256i lower, __m256 scales) {
+      const __m512d whole = _mm512_add_pd(_mm512_mul_pd(_mm512_cvtepi32_pd(upper), _mm512_set1_pd(128)), _mm512_cvtepi32_pd(lower));
+      const __m512d by_row = _mm512_mul_pd(_mm512_sub_pd(whole, _mm512_set1_pd(shift)), _mm512_cvtps_pd(scales));
+      return _mm512_cvtpd_ps(_mm512_mul_pd(by_row, _mm512_set1_pd(of_position)));
+    };
+    const __m256 first = half(_mm512_castsi512_si256(high), _mm512_castsi512_si256(low), _mm512_castps512_ps256(of_rows));
+    const __m256 second = half(_mm512_extracti64x4_epi64(high, 1), _mm512_extracti64x4_epi64(low, 1),
+                               _mm512_extractf32x8_ps(of_rows, 1));
+    return _mm512_insertf32x8(_mm512_castps256_ps512(first), second, 1);
+  }
+};
 
 struct Int8 {
   static constexpr int kTiles = 4;   // read at a time
@@ -130,8 +178,7 @@ struct Int8 {
 
   // Add the sums of `R` tiles, `step` tiles apart, for `M` positions.
   template <int R, int M>
-  void add(int64_t tile, int64_t step, const Values& values, int64_t position, int64_t inputs, __m512i (&high)[R][M],
-           __m512i (&low)[R][M]) const {
+  void add(int64_t tile, int64_t step, const Values& values, int64_t position, int64_t inputs, Sums (&sums)[R][M]) const {
     const int64_t bytes = tile_bytes(inputs), padded = values.padded;
     const uint8_t* w = tiles + tile * bytes;
     const int8_t *x_high = &values.high[position * padded], *x_low = &values.low[position * padded];
@@ -145,8 +192,8 @@ struct Int8 {
       for (int m = 0; m < M; ++m) {
         const __m512i upper = broadcast(x_high + m * padded + k), lower = broadcast(x_low + m * padded + k);
         for (int r = 0; r < R; ++r) {
-          high[r][m] = _mm512_dpbusd_epi32(high[r][m], of_tile[r], upper);
-          low[r][m] = _mm512_dpbusd_epi32(low[r][m], of_tile[r], lower);
+          sums[r][m].high = _mm512_dpbusd_epi32(sums[r][m].high, of_tile[r], upper);
+          sums[r][m].low = _mm512_dpbusd_epi32(sums[r][m].low, of_tile[r], lower);
         }
       }
     }
@@ -163,34 +210,31 @@ struct Int4 {
   static int64_t tile_bytes(int64_t inputs) { return groups(inputs) * kGroup * kRows / 2; }
 
   template <int R, int M>
-  void add(int64_t tile, int64_t step, const Values& values, int64_t position, int64_t inputs, __m512i (&high)[R][M],
-           __m512i (&low)[R][M]) const {
+  void add(int64_t tile, int64_t step, const Values& values, int64_t position, int64_t inputs, Sums (&sums)[R][M]) const {
     const int64_t count = groups(inputs);
     for (int64_t g = 0; g < count; g += 2) {
       for (int r = 0; r < R; ++r) {
         const int64_t first = (tile + r * step) * count + g;
-        add_minima<M>(first, values, position, g, high[r], low[r]);
-        add_group<M>(first, values, position, g, high[r], low[r]);
-        add_group<M>(first + 1, values, position, g + 1, high[r], low[r]);
+        add_minima<M>(first, values, position, g, sums[r]);
+        add_group<M>(first, values, position, g, sums[r]);
+        add_group<M>(first + 1, values, position, g + 1, sums[r]);
       }
     }
   }
 
   // The minima of two groups times the sums of the values in them.
   template <int M>
-  void add_minima(int64_t index, const Values& values, int64_t position, int64_t group, __m512i (&high)[M],
-                  __m512i (&low)[M]) const {
+  void add_minima(int64_t index, const Values& values, int64_t position, int64_t group, Sums (&sums)[M]) const {
     const __m512i of_rows = _mm512_loadu_si512(minima + index * kRows);
     for (int m = 0; m < M; ++m) {
       const int64_t at = (position + m) * values.padded / kGroup + group;
-      high[m] = _mm512_dpwssd_epi32(high[m], of_rows, broadcast(&values.high_sums[at]));
-      low[m] = _mm512_dpwssd_epi32(low[m], of_rows, broadcast(&values.low_sums[at]));
+      sums[m].high = _mm512_dpwssd_epi32(sums[m].high, of_rows, broadcast(&values.high_sums[at]));
+      sums[m].low = _mm512_dpwssd_epi32(sums[m].low, of_rows, broadcast(&values.low_sums[at]));
     }
   }
 
   template <int M>
-  void add_group(int64_t index, const Values& values, int64_t position, int64_t group, __m512i (&high)[M],
-                 __m512i (&low)[M]) const {
+  void add_group(int64_t index, const Values& values, int64_t position, int64_t group, Sums (&sums)[M]) const {
     const int64_t padded = values.padded, first = position * padded + group * kGroup;
     const int8_t *x_high = &values.high[first], *x_low = &values.low[first];
     const uint8_t* w = tiles + index * kGroup * kRows / 2;
@@ -211,11 +255,147 @@ struct Int4 {
     }
     const __m512i of_rows = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(scales + index * kRows)));
     for (int m = 0; m < M; ++m) {
-      high[m] = _mm512_add_epi32(high[m], _mm512_mullo_epi32(upper[m], of_rows));
-      low[m] = _mm512_add_epi32(low[m], _mm512_mullo_epi32(lower[m], of_rows));
+      sums[m].high = _mm512_add_epi32(sums[m].high, _mm512_mullo_epi32(upper[m], of_rows));
+      sums[m].low = _mm512_add_epi32(sums[m].low, _mm512_mullo_epi32(lower[m], of_rows));
     }
   }
 };
+
+#else
+
+// Sixteen integers of 32 bits.
+struct Integers {
+  __m256i first = _mm256_setzero_si256(), second = _mm256_setzero_si256();
+
+  // Add the products of four bytes of each row with four values. `words` are these as `Values` stores them.
+  void add(__m256i even[2], __m256i odd[2], const int16_t* words) {
+    const __m256i of_even = _mm256_set1_epi32(bits_of(words)), of_odd = _mm256_set1_epi32(bits_of(words + 2));
+    first = _mm256_add_epi32(first, _mm256_madd_epi16(even[0], of_even));
+    second = _mm256_add_epi32(second, _mm256_madd_epi16(even[1], of_even));
+    first = _mm256_add_epi32(first, _mm256_madd_epi16(odd[0], of_odd));
+    second = _mm256_add_epi32(second, _mm256_madd_epi16(odd[1], of_odd));
+  }
+};
+
+// The sums of a tile for one position.
+struct Sums {
+  __m256d quarters[4] = {};
+
+  void add(const Integers& integers) {
+    for (int i = 0; i < 4; ++i) {
+      const __m256i eight = i < 2 ? integers.first : integers.second;
+      const __m128i four = i % 2 ? _mm256_extracti128_si256(eight, 1) : _mm256_castsi256_si128(eight);
+      quarters[i] = _mm256_add_pd(quarters[i], _mm256_cvtepi32_pd(four));
+    }
+  }
+
+  // (sums - shift) * scales of rows * scale of the position, for 8 rows from `first` on.
+  Lanes scaled(int64_t first, double shift, Lanes of_rows, double of_position) const {
+    const auto four = [&](__m256d sum, __m128 scales) {
+      const __m256d by_row = _mm256_mul_pd(_mm256_sub_pd(sum, _mm256_set1_pd(shift)), _mm256_cvtps_pd(scales));
+      return _mm256_cvtpd_ps(_mm256_mul_pd(by_row, _mm256_set1_pd(of_position)));
+    };
+    const __m256d* sums = quarters + first / 4;
+    return _mm256_set_m128(four(sums[1], _mm256_extractf128_ps(of_rows, 1)), four(sums[0], _mm256_castps256_ps128(of_rows)));
+  }
+};
+
+void prefetch(const uint8_t* from) { _mm_prefetch((const char*)from + kBytesAhead, _MM_HINT_T1); }
+
+struct Int8 {
+  static constexpr int kTiles = 4;   // read at a time
+  static constexpr int kSums = 6;    // in registers
+  static constexpr double kShift = 128;                 // a stored weight is this much larger
+  static constexpr int64_t kFit = 512;  // inputs whose products fit in 32 bits: 255 * kMaxValue each
+  const uint8_t* tiles;
+
+  static int64_t tile_bytes(int64_t inputs) { return (inputs + 3) / 4 * 64; }
+
+  // Add the sums of `R` tiles, `step` tiles apart, for `M` positions.
+  template <int R, int M>
+  void add(int64_t tile, int64_t step, const Values& values, int64_t position, int64_t inputs, Sums (&sums)[R][M]) const {
+    const int64_t bytes = tile_bytes(inputs), padded = values.padded;
+    const uint8_t* w = tiles + tile * bytes;
+    const int16_t* x = &values.words[position * padded];
+    const __m256i lower = _mm256_set1_epi16(255);
+    for (int64_t first = 0; first < inputs; first += kFit) {
+      Integers found[R][M];
+      for (int64_t k = first; k < std::min(first + kFit, inputs); k += 4) {
+        for (int r = 0; r < R; ++r) {
+          const uint8_t* from = w + r * step * bytes + k * 16;
+          if constexpr (M >= 2) prefetch(from);
+          __m256i even[2], odd[2];
+          for (int half = 0; half < 2; ++half) {
+            const __m256i of_rows = _mm256_loadu_si256((const __m256i*)from + half);
+            even[half] = _mm256_and_si256(of_rows, lower), odd[half] = _mm256_srli_epi16(of_rows, 8);
+          }
+          for (int m = 0; m < M; ++m) found[r][m].add(even, odd, x + m * padded + k);
+        }
+      }
+      for (int r = 0; r < R; ++r)
+        for (int m = 0; m < M; ++m) sums[r][m].add(found[r][m]);
+    }
+  }
+};
+
+struct Int4 {
+  static constexpr int kTiles = 2, kSums = 6;
+  static constexpr double kShift = 0;
+  const uint8_t *tiles, *scales;
+  const int16_t* minima;
+
+  static int64_t groups(int64_t inputs) { return (inputs + 2 * kGroup - 1) / (2 * kGroup) * 2; }
+  static int64_t tile_bytes(int64_t inputs) { return groups(inputs) * kGroup * kRows / 2; }
+
+  template <int R, int M>
+  void add(int64_t tile, int64_t step, const Values& values, int64_t position, int64_t inputs, Sums (&sums)[R][M]) const {
+    const int64_t count = groups(inputs);
+    for (int64_t g = 0; g < count; ++g)
+      for (int r = 0; r < R; ++r) add_group<M>((tile + r * step) * count + g, values, position, g, sums[r]);
+  }
+
+  // The sum of a group, times its scale, and its minimum times the sum of its values: together within 32 bits.
+  template <int M>
+  void add_group(int64_t index, const Values& values, int64_t position, int64_t group, Sums (&sums)[M]) const {
+    const int64_t padded = values.padded;
+    const int16_t* x = &values.words[position * padded + group * kGroup];
+    const uint8_t* w = tiles + index * kGroup * kRows / 2;
+    const __m256i mask = _mm256_set1_epi16(15);
+    Integers found[M];
+    for (int64_t j = 0; j < 4; ++j) {
+      prefetch(w + j * 64);
+      __m256i even[2][2], odd[2][2];
+      for (int half = 0; half < 2; ++half) {
+        const __m256i pairs = _mm256_loadu_si256((const __m256i*)(w + j * 64) + half);
+        even[0][half] = _mm256_and_si256(pairs, mask), odd[0][half] = _mm256_and_si256(_mm256_srli_epi16(pairs, 8), mask);
+        even[1][half] = _mm256_and_si256(_mm256_srli_epi16(pairs, 4), mask), odd[1][half] = _mm256_srli_epi16(pairs, 12);
+      }
+      for (int upper = 0; upper < 2; ++upper)
+        for (int m = 0; m < M; ++m) found[m].add(even[upper], odd[upper], x + m * padded + upper * kGroup / 2 + j * 4);
+    }
+    const auto of_rows = [&](auto from) { return _mm256_loadu_si256((const __m256i*)from); };
+    const __m128i bytes = _mm_loadu_si128((const __m128i*)(scales + index * kRows));
+    const __m256i scale[2] = {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+    // Minima of two groups are pairs: the one of this group is in the lower or the upper half of each word.
+    const int16_t* of_pair = minima + index / 2 * 2 * kRows;
+    const auto minimum = [&](int half) {
+      const __m256i words = of_rows(of_pair + half * kRows);
+      return group % 2 ? _mm256_srai_epi32(words, 16) : _mm256_srai_epi32(_mm256_slli_epi32(words, 16), 16);
+    };
+    const __m256i least[2] = {minimum(0), minimum(1)};
+    for (int m = 0; m < M; ++m) {
+      const __m256i sum = _mm256_set1_epi32(values.group_sums[(position + m) * padded / kGroup + group]);
+      const auto whole = [&](__m256i of_group, int half) {
+        return _mm256_add_epi32(_mm256_mullo_epi32(of_group, scale[half]), _mm256_mullo_epi32(least[half], sum));
+      };
+      Integers both;
+      both.first = whole(found[m].first, 0), both.second = whole(found[m].second, 1);
+      sums[m].add(both);
+    }
+  }
+};
+
+#endif
 
 template <typename Weight>
 struct Product {
@@ -228,30 +408,18 @@ struct Product {
 
   template <int R, int M>
   void compute(int64_t tile, int64_t step, int64_t position) const {
-    __m512i high[R][M], low[R][M];
+    Sums sums[R][M];
+    weight.template add<R, M>(tile, step, values, position, inputs, sums);
     for (int r = 0; r < R; ++r)
-      for (int m = 0; m < M; ++m) high[r][m] = low[r][m] = _mm512_setzero_si512();
-    weight.template add<R, M>(tile, step, values, position, inputs, high, low);
-    for (int r = 0; r < R; ++r)
-      for (int m = 0; m < M; ++m) write(tile + r * step, position + m, high[r][m], low[r][m]);
+      for (int m = 0; m < M; ++m) write(tile + r * step, position + m, sums[r][m]);
   }
 
-  void write(int64_t tile, int64_t position, __m512i high, __m512i low) const {
-    const int64_t row = tile * kRows, count = std::min(kRows, rows - row);
-    const __mmask16 mask = count == kRows ? 0xffff : (1u << count) - 1;
-    const __m512 scales = _mm512_maskz_loadu_ps(mask, row_scales + row);
-    const auto scaled = [&](__m256i upper, __m256i lower, __m256 of_rows) {
-      const __m512d whole = _mm512_add_pd(_mm512_mul_pd(_mm512_cvtepi32_pd(upper), _mm512_set1_pd(128)),
-                                          _mm512_cvtepi32_pd(lower));
-      const __m512d sums = _mm512_sub_pd(whole, _mm512_set1_pd(Weight::kShift * values.sums[position]));
-      const __m512d by_row = _mm512_mul_pd(sums, _mm512_cvtps_pd(of_rows));
-      return _mm512_cvtpd_ps(_mm512_mul_pd(by_row, _mm512_set1_pd(values.scales[position])));
-    };
-    const __m256 first = scaled(_mm512_castsi512_si256(high), _mm512_castsi512_si256(low), _mm512_castps512_ps256(scales));
-    const __m256 second = scaled(_mm512_extracti64x4_epi64(high, 1), _mm512_extracti64x4_epi64(low, 1),
-                                 _mm512_extractf32x8_ps(scales, 1));
-    char* to = (char*)outputs + (position * rows + row) * item_size(precision);
-    store(to, precision, mask, _mm512_insertf32x8(_mm512_castps256_ps512(first), second, 1));
+  void write(int64_t tile, int64_t position, const Sums& sums) const {
+    for (int64_t first = 0; first < kRows; first += kLanes) {
+      const int64_t row = tile * kRows + first, count = std::min(kLanes, rows - row);
+      const Lanes found = sums.scaled(first, Weight::kShift * values.sums[position], load(row_scales + row, count), values.scales[position]);
+      store((char*)outputs + (position * rows + row) * item_size(precision), precision, count, found);
+    }
   }
 
   // `M` positions of `T` tiles, as many tiles at once as there are registers for their sums.

@@ -24,7 +24,7 @@ SIZES = [(64, 40), (31, 7), (1, 3), (100, 17), (2304, 18)]
 def _implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything holds for the kernel, where the processor has the instructions, and without it."""
     if request.param == "plain torch":
-        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+        monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> float:
