@@ -16,9 +16,7 @@
 namespace {
 
 constexpr int64_t kRows = 4;
-constexpr int64_t kMaxPositions = 6;  // at once
-constexpr int kSums = kLanes == 16 ? 24 : 12;  // in registers
-constexpr int64_t kPiece = 16;  // vectors of a row, where not all rows fit at once: all of them are read side by side
+constexpr int64_t kMaxPositions = kLanes == 16 ? 6 : 3;  // at once: as many sums as fit in registers
 constexpr int64_t kBytesPerThread = 1 << 16;
 constexpr int64_t kBytesAhead = 4096;  // beyond a page, where the processor does not prefetch by itself
 
@@ -90,15 +88,16 @@ struct Product {
   Value* outputs;
   int64_t positions, rows, inputs;
 
-  // Add the products from input `k` up to `end` of `R` rows that are `step` rows apart, for `M` positions.
+  // Sums of `R` rows that are `step` rows apart, for `M` positions.
   template <int R, int M>
-  void add(int64_t row, int64_t step, int64_t position, int64_t k, int64_t end, Lanes (*found)[M]) const {
+  void sum(int64_t row, int64_t step, int64_t position) const {
     const Value* w = weight + row * inputs;
     const auto* x = values.data + position * values.stride;
     constexpr bool kAhead = M >= 3;  // with fewer positions, the processor keeps ahead by itself
     Lanes sums[R][M];
-    for (int r = 0; r < R; ++r) std::copy_n(found[r], M, sums[r]);
-    const auto accumulate = [&](auto count) {
+    for (auto& of_row : sums)
+      for (auto& each : of_row) each = zeros();
+    const auto accumulate = [&](int64_t k, auto count) {
       decltype(Kind::values(x, count)) of_position[M];
       for (int m = 0; m < M; ++m) of_position[m] = Kind::values(x + m * values.stride + k, count);
       for (int r = 0; r < R; ++r) {
@@ -108,35 +107,23 @@ struct Product {
         for (int m = 0; m < M; ++m) sums[r][m] = Kind::add(sums[r][m], of_row, of_position[m]);
       }
     };
-    for (; k + Kind::kStep <= end; k += Kind::kStep) accumulate(std::integral_constant<int64_t, Kind::kStep>());
-    if (k < end) accumulate(end - k);
-    for (int r = 0; r < R; ++r) std::copy_n(sums[r], M, found[r]);
-  }
-
-  // Sums of `T` rows for `M` positions, as many rows at once as there are registers for.
-  template <int T, int M>
-  void sum(int64_t row, int64_t step, int64_t position) const {
-    constexpr int kFit = kSums / M, R = kFit >= T ? T : kFit >= 2 ? std::min(T, 2) : 1;
-    const int64_t piece = R == T ? inputs : kPiece * Kind::kStep;
-    Lanes sums[T][M];
-    for (auto& of_row : sums)
-      for (auto& each : of_row) each = zeros();
-    for (int64_t k = 0; k < inputs; k += piece)
-      for (int r = 0; r < T; r += R) add<R, M>(row + r * step, step, position, k, std::min(k + piece, inputs), sums + r);
+    const int64_t rest = inputs % Kind::kStep, whole = inputs - rest;
+    for (int64_t k = 0; k < whole; k += Kind::kStep) accumulate(k, std::integral_constant<int64_t, Kind::kStep>());
+    if (rest) accumulate(whole, rest);
     for (int m = 0; m < M; ++m)
-      for (int r = 0; r < T; ++r)
+      for (int r = 0; r < R; ++r)
         outputs[(position + m) * rows + row + r * step] = Kind::rounded(sum_of(sums[r][m]));
   }
 
-  template <int T>
+  template <int R>
   void sum(int64_t row, int64_t step, int64_t position, int64_t count) const {
     switch (count) {
-      case 1: return sum<T, 1>(row, step, position);
-      case 2: return sum<T, 2>(row, step, position);
-      case 3: return sum<T, 3>(row, step, position);
-      case 4: return sum<T, 4>(row, step, position);
-      case 5: return sum<T, 5>(row, step, position);
-      default: return sum<T, 6>(row, step, position);
+      case 1: return sum<R, 1>(row, step, position);
+      case 2: return sum<R, 2>(row, step, position);
+      case 3: return sum<R, 3>(row, step, position);
+      case 4: return sum<R, 4>(row, step, position);
+      case 5: return sum<R, 5>(row, step, position);
+      default: return sum<R, 6>(row, step, position);
     }
   }
 
