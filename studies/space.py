@@ -376,7 +376,7 @@ class SpaceSettings(StudySettings):
     )
     bits: tuple[BitWidth, ...] | None = Field(
         None,
-        description="precisions of quantised drafts: the whole model, exits and skip sets; default: 8 on a CPU with AVX-512 VNNI, "
+        description="precisions of quantised drafts: the whole model, exits and skip sets; default: 8 on a CPU with AVX2, "
         "none elsewhere",
     )
     trees: bool = Field(

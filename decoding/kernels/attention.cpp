@@ -10,6 +10,7 @@
 
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "lanes.h"
@@ -19,7 +20,8 @@ namespace {
 constexpr int64_t kBlock = 32;  // keys at a time
 constexpr int kParts = kBlock / kLanes;  // vectors of scores
 constexpr int64_t kChunk = 512;  // keys per task
-constexpr int64_t kBytesAhead = 4096;  // beyond a page, where the processor does not prefetch by itself
+constexpr int64_t kLine = 64;  // bytes
+constexpr int64_t kBytesAhead = kLanes == 16 ? 4096 : 8192;  // beyond a page, where the processor does not prefetch by itself
 constexpr int kRows = kLanes == 16 ? 4 : 3, kVectors = 4;  // at a time: as many sums as fit in registers
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
@@ -65,8 +67,10 @@ Lanes power_of_two(Lanes x) {
   return times_power_of_two(sum, whole);
 }
 
-// Ask for what is read soon. Beyond the end of a cache this does nothing.
-void prefetch(const void* from) { _mm_prefetch((const char*)from + kBytesAhead, _MM_HINT_T1); }
+// Ask for as many bytes as are read soon. Beyond the end of a cache this does nothing.
+void prefetch(const void* from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += kLine) _mm_prefetch((const char*)from + at + kBytesAhead, _MM_HINT_T1);
+}
 
 struct Strides {
   int64_t batch, head, slot;
@@ -118,6 +122,8 @@ struct Attention {
   struct Scratch {
     std::vector<float> queries, keys, values, weights;
     std::vector<int64_t> first, end, self;
+    const float* read;  // values [kWeightWords, size] of a block, `step` words apart
+    int64_t step;
     Scratch(const Attention& of)
         : queries(of.rows() * of.padded_words()), keys(of.padded_words() * kBlock), values(kWeightWords * of.padded()),
           weights(of.rows() * kBlock), first(of.rows()), end(of.rows()), self(of.rows()) {}
@@ -140,25 +146,38 @@ struct Attention {
       const int64_t d = word * Kind::kPerWord;
       for (int64_t first = 0; first < kBlock; first += kLanes) {
         Lanes tile[kLanes];
-        for (int64_t i = 0; i < kLanes; ++i) {
-          const Value* from = key.at(text, group, slot + first + i) + d;
-          prefetch(from);
-          tile[i] = first + i < count ? Kind::values(from, size - d) : zeros();
-        }
+        const Value* from = key.at(text, group, slot + first) + d;
+        const auto read = [&](int64_t keys, auto numbers) {
+          for (int64_t i = 0; i < kLanes; ++i) {
+            prefetch(from + i * key.by.slot, numbers * sizeof(Value));
+            tile[i] = i < keys ? Kind::values(from + i * key.by.slot, numbers) : zeros();
+          }
+        };
+        constexpr std::integral_constant<int64_t, kLanes * Kind::kPerWord> kAll;
+        size - d < kAll ? read(count - first, size - d) : count - first < kLanes ? read(count - first, kAll) : read(kLanes, kAll);
         transpose(tile);
         for (int64_t i = 0; i < kLanes; ++i) store(&own.keys[(word + i) * kBlock + first], tile[i]);
       }
     }
   }
 
-  // Values [kWeightWords, size] from slot `slot` on. A word that is not whole repeats its number: the other one's weight is 0.
+  // Values from slot `slot` on; where they are, if they can be read so. A word that is not whole repeats its number: the other one's
+  // weight is 0.
   void read_values(Scratch& own, int64_t text, int64_t group, int64_t slot, int64_t count) const {
+    if constexpr (Kind::kPerWord == 1) {
+      if (size == padded()) {
+        own.read = value.at(text, group, slot), own.step = value.by.slot;
+        for (int64_t i = 0; i < count; ++i) prefetch(own.read + i * own.step, size * sizeof(Value));
+        return;
+      }
+    }
+    own.read = own.values.data(), own.step = padded();
     for (int64_t i = 0; i < count; i += Kind::kPerWord) {
       for (int64_t d = 0; d < padded(); d += kLanes) {
         const Value* from[Kind::kPerWord];
         for (int64_t j = 0; j < Kind::kPerWord; ++j) {
           from[j] = value.at(text, group, slot + std::min(i + j, count - 1)) + d;
-          prefetch(from[j]);
+          prefetch(from[j], kLanes * sizeof(Value));
         }
         store(&own.values[i / Kind::kPerWord * padded() + d], Kind::across(from, size - d));
       }
@@ -218,9 +237,8 @@ struct Attention {
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < V; ++v)
         sums[r][v] = multiply(load(to + r * padded() + v * kLanes), all(factors[r]));
-    const float *from = own.values.data() + d, *weights = &own.weights[row * kBlock];
-    const int64_t step = padded();
-    for (int64_t word = 0; word * Kind::kPerWord < count; ++word, from += step) {
+    const float *from = own.read + d, *weights = &own.weights[row * kBlock];
+    for (int64_t word = 0; word * Kind::kPerWord < count; ++word, from += own.step) {
       Lanes of_values[V];
       for (int v = 0; v < V; ++v) of_values[v] = load(from + v * kLanes);
       for (int r = 0; r < R; ++r) {

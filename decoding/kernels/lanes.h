@@ -42,7 +42,7 @@ float sum_of(Lanes values) { return _mm512_reduce_add_ps(values); }
 float greatest_of(Lanes values) { return _mm512_reduce_max_ps(values); }
 
 // Transpose 16 x 16 values: `rows[i]` becomes column i.
-void transpose(Lanes rows[kLanes]) {
+[[gnu::always_inline]] inline void transpose(Lanes rows[kLanes]) {
   Lanes other[kLanes];
   for (int i = 0; i < 16; i += 2) {
     other[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
@@ -175,7 +175,7 @@ float greatest_of(Lanes values) {
 }
 
 // Transpose 8 x 8 values: `rows[i]` becomes column i.
-void transpose(Lanes rows[kLanes]) {
+[[gnu::always_inline]] inline void transpose(Lanes rows[kLanes]) {
   Lanes other[kLanes];
   for (int i = 0; i < 8; i += 2) {
     other[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);

@@ -93,7 +93,9 @@ struct Product {
   void sum(int64_t row, int64_t step, int64_t position) const {
     const Value* w = weight + row * inputs;
     const auto* x = values.data + position * values.stride;
-    constexpr bool kAhead = M >= 3;  // with fewer positions, the processor keeps ahead by itself
+    // With few positions the processor keeps ahead by itself. The next rows come while the same rows are summed again.
+    const bool ahead = kLanes == 16 ? M >= 3 : positions > kMaxPositions;
+    const int64_t bytes_ahead = kLanes == 16 ? kBytesAhead : inputs * sizeof(Value);
     Lanes sums[R][M];
     for (auto& of_row : sums)
       for (auto& each : of_row) each = zeros();
@@ -102,7 +104,7 @@ struct Product {
       for (int m = 0; m < M; ++m) of_position[m] = Kind::values(x + m * values.stride + k, count);
       for (int r = 0; r < R; ++r) {
         const Value* from = w + r * step * inputs + k;
-        if constexpr (kAhead) _mm_prefetch((const char*)from + kBytesAhead, _MM_HINT_T1);
+        if (ahead) _mm_prefetch((const char*)from + bytes_ahead, _MM_HINT_T1);
         const Lanes of_row = Kind::weights(from, count);
         for (int m = 0; m < M; ++m) sums[r][m] = Kind::add(sums[r][m], of_row, of_position[m]);
       }
