@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,12 +27,12 @@ def last_states(target: Target, token_ids: Tensor, *, first: int = 0) -> tuple[T
 
 
 def exit_states(
-    target: Target, token_ids: Tensor, exit_layers: Sequence[int], *, first: int = 0
+    target: Target, token_ids: Tensor, exit_layers: Sequence[int] | Mapping[int, int], *, first: int = 0
 ) -> tuple[dict[int, Tensor], Tensor]:
     """Run `token_ids` [batch, length] once without a cache and return exit states and logits.
 
-    The states [batch, length, hidden] are those after the first N blocks, for each N of `exit_layers`. The logits
-    [batch, length - first, vocabulary] start at position `first`. Shorter sequences are padded on the right:
+    The states [batch, length, hidden] are those after the first N blocks, for each N of `exit_layers`. A mapping names the position
+    from which on the states of an exit are kept. The logits [batch, length - first, vocabulary] start at position `first`. Shorter sequences are padded on the right:
     causal attention ignores later positions. Raises `ValueError` for an impossible exit layer.
     """
     for exit_layer in exit_layers:
@@ -41,15 +41,23 @@ def exit_states(
 
 
 def _states_after(
-    target: Target, token_ids: Tensor, exit_layers: Sequence[int], first: int
+    target: Target, token_ids: Tensor, exit_layers: Sequence[int] | Mapping[int, int], first: int
 ) -> tuple[dict[int, Tensor], Tensor]:
-    states: dict[int, list[Tensor]] = {exit_layer: [] for exit_layer in exit_layers}
+    starts = exit_layers if isinstance(exit_layers, Mapping) else dict.fromkeys(exit_layers, 0)
+    states = dict[int, Tensor]()
+
+    def tap(block: nn.Module, exit_layer: int, start: int) -> Tap:
+        def keep(found: Tensor) -> None:
+            states[exit_layer] = found[..., start:, :].clone() if start else found
+
+        return Tap(block, record=keep)
+
     blocks = [
-        Tap(block, record=states[index + 1].append) if index + 1 in states else block
-        for index, block in enumerate(target.blocks)
+        tap(block, layer, starts[layer]) if layer in starts else block
+        for layer, block in enumerate(target.blocks, start=1)
     ]
     logits = run_whole(with_blocks(target.model, target.anatomy.path, blocks), token_ids, first)
-    return {exit_layer: kept[0] for exit_layer, kept in states.items()}, logits
+    return {layer: states[layer] for layer in starts}, logits
 
 
 def exit_logits(

@@ -184,9 +184,9 @@ class Predictor:
 
     def best_first(self, drafts: Iterable[Draft]) -> list[Prediction]:
         """Return the best prediction of each draft that may be measured, best first."""
-        return sorted(
-            (self.best(draft) for draft in drafts if self.accepts(draft)), key=lambda prediction: -prediction.speedup
-        )
+        accepted = [draft for draft in drafts if self.accepts(draft)]
+        self.record(draft for draft in accepted if draft not in self._best)
+        return sorted((self.best(draft) for draft in accepted), key=lambda prediction: -prediction.speedup)
 
     def _copies_of(self, key: Hashable, guess: Guess, most: int) -> list[Copies]:
         """Return the survey's copies by `guess`, computed once per `key` for all rules of at most `max_tokens` tokens."""

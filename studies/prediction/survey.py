@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,11 +103,9 @@ class Survey:
         """Indices of the given sequences that are surveyed."""
         if not self.indices:
             raise ValueError("a survey needs a continuation of at least two tokens")
-        num_tokens = sum(len(prompts[index]) + len(continuations[index]) - 1 for index in self.indices)
-        states_bytes = num_tokens * target.config.hidden_size * target.dtype.itemsize
-        self._num_exits = max(1, limits.kept // states_bytes)
-        """Exits whose states may be kept at a time."""
-        wanted = dict(sorted(exits_of(exits).items())[: self._num_exits])
+        self._num_written = sum(len(continuations[index]) - 1 for index in self.indices)
+        self._num_read = self._num_written + sum(len(prompts[index]) for index in self.indices)
+        wanted = self._first_that_fit(exits_of(exits))
         with torch.inference_mode():
             read = [self._read(*given[index], wanted) for index in self.indices]
         self._texts = [text for text, _ in read]
@@ -162,7 +161,7 @@ class Survey:
         for draft in sorted(
             layers, key=lambda draft: ([layer not in self._states for layer in layers[draft]], layers[draft])
         ):
-            if group and len(exits_of([*group, draft])) > self._num_exits:
+            if group and not self._fit(exits_of([*group, draft])):
                 yield group
                 group = []
             group.append(draft)
@@ -246,21 +245,34 @@ class Survey:
         self, prompt: Sequence[int], continuation: Sequence[int], exits: Exits
     ) -> tuple[_Read, Mapping[int, Tensor]]:
         token_ids = torch.tensor([[*prompt, *continuation[:-1]]], device=self.target.device)
-        states, logits = exit_states(self.target, token_ids, list(exits), first=len(prompt))
+        states, logits = exit_states(self.target, token_ids, _kept_from(exits, len(prompt)), first=len(prompt))
         target = TargetText.of(logits[0], self._decoding)
-        return _Read(token_ids, len(prompt), tuple(continuation), target), _cut(states, exits, len(prompt))
+        return _Read(token_ids, len(prompt), tuple(continuation), target), states
 
     def _keep_states(self, exits: Exits) -> None:
         wanted = {layer: exits[layer] for layer in sorted(exits) if not self._holds(layer, exits[layer])}
         if not wanted:
             return
-        if len(self._states.keys() | wanted) > self._num_exits:
+        if not self._fit({**{layer: each.has_prompt for layer, each in self._states.items()}, **wanted}):
             self._states = {layer: states for layer, states in self._states.items() if layer in exits}
         passes = []
         for text in self._texts:
-            states, _ = exit_states(self.target, text.token_ids, list(wanted), first=text.first)
-            passes.append(_cut(states, wanted, text.first))
+            states, _ = exit_states(self.target, text.token_ids, _kept_from(wanted, text.first), first=text.first)
+            passes.append(states)
         self._states |= {layer: _States([states[layer] for states in passes], wanted[layer]) for layer in wanted}
+
+    def _fit(self, exits: Exits) -> bool:
+        """Return True if the states of these exits may be kept at a time."""
+        num_states = sum(self._num_read if with_prompt else self._num_written for with_prompt in exits.values())
+        config: Any = self.target.config
+        return num_states * config.hidden_size * self.target.dtype.itemsize <= self._limits.kept
+
+    def _first_that_fit(self, exits: Exits) -> Exits:
+        """Return the first of these exits, as many as may be kept at a time and at least one."""
+        layers = sorted(exits)
+        while len(layers) > 1 and not self._fit({layer: exits[layer] for layer in layers}):
+            layers.pop()
+        return {layer: exits[layer] for layer in layers}
 
     def _holds(self, layer: int, with_prompt: bool) -> bool:
         return layer in self._states and (self._states[layer].has_prompt or not with_prompt)
@@ -343,9 +355,9 @@ class JoinedSurvey:
         return [*self._first.copies(guess, most), *self._second.copies(guess, most)]
 
 
-def _cut(states: Mapping[int, Tensor], exits: Exits, first: int) -> dict[int, Tensor]:
-    """Return states [1, length, hidden] from position `first` on, but whole where the prompt's are read."""
-    return {layer: each if exits[layer] else each[:, first:].clone() for layer, each in states.items()}
+def _kept_from(exits: Exits, first: int) -> dict[int, int]:
+    """Return the position from which on the states of each exit are kept: `first`, or 0 where the prompt's are read."""
+    return {layer: 0 if with_prompt else first for layer, with_prompt in exits.items()}
 
 
 def _copies(text: _Read, accepted: Sequence[bool], guess: Guess, most: int) -> Copies:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +22,12 @@ from decoding.drafts import EarlyExit, LayerSkip, PromptLookup
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import Target
+from decoding.target.states import exit_states
 from decoding.text import Ending, TokenSequence
+from studies.prediction.predictor import Predictor
 from studies.prediction.proposals import cosine_skips
 from studies.prediction.survey import JoinedSurvey, Survey
+from tests.support.costs import made_up_costs
 from tests.support.fake_8b import PeakBytes
 from tests.support.heads import write_heads
 from tests.support.tiny import tiny_target
@@ -116,6 +120,29 @@ def test_survey_in_little_memory_records_the_same(
         assert [each.matches for each in one] == [each.matches for each in other]
         assert [each.acceptance for each in one] == pytest.approx([each.acceptance for each in other], abs=1e-4)
     assert cosine_skips(tight, [1, 2, 3]) == cosine_skips(Survey(target, PROMPTS, texts), [1, 2, 3])
+
+
+def test_all_exits_share_a_pass_although_the_states_of_their_prompts_would_not_fit(
+    target: Target, texts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = list[int]()
+
+    def noted(of: Target, token_ids: torch.Tensor, *args: object, **kwargs: object) -> object:
+        passes.append(token_ids.shape[1])
+        return exit_states(of, token_ids, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("studies.prediction.survey.exit_states", noted)
+    exits = [EarlyExit(exit_layer=layer) for layer in range(1, NUM_LAYERS)]
+    written = sum(len(text) - 1 for text in texts)
+    limits = MemoryLimits(kept=len(exits) * written * target.config.hidden_size * target.dtype.itemsize)
+    survey = Survey(target, PROMPTS, texts, exits=exits, limits=limits)
+    predictor = Predictor(survey, made_up_costs(target, 4), max_tokens=4)
+    predictor.best_first(exits)
+    assert len(passes) == len(survey.indices), "the first pass over each sequence has the states of all"
+    scarce = Survey(target, PROMPTS, texts, limits=replace(limits, kept=limits.kept // 2))
+    passes.clear()
+    Predictor(scarce, made_up_costs(target, 4), max_tokens=4).best_first(exits)
+    assert len(passes) == 3 * len(survey.indices), "two at a time"
 
 
 def test_trained_head_is_recorded_through_its_file(
