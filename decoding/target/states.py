@@ -31,9 +31,10 @@ def exit_states(
 ) -> tuple[dict[int, Tensor], Tensor]:
     """Run `token_ids` [batch, length] once without a cache and return exit states and logits.
 
-    The states [batch, length, hidden] are those after the first N blocks, for each N of `exit_layers`. A mapping names the position
-    from which on the states of an exit are kept. The logits [batch, length - first, vocabulary] start at position `first`. Shorter sequences are padded on the right:
-    causal attention ignores later positions. Raises `ValueError` for an impossible exit layer.
+    The states [batch, length, hidden] are those after the first N blocks, for each N of `exit_layers`. A mapping names the
+    position from which on the states of an exit are kept. The logits [batch, length - first, vocabulary] start at position
+    `first`. Shorter sequences are padded on the right: causal attention ignores later positions. Raises `ValueError` for an
+    impossible exit layer.
     """
     for exit_layer in exit_layers:
         target.check_exit_layer(exit_layer)
