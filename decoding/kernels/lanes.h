@@ -13,6 +13,9 @@ namespace {
 #if defined(__AVX512F__) && !defined(SDTUNE_AVX2)
 
 constexpr int64_t kLanes = 16;
+#ifdef __AVX512BF16__
+#define SDTUNE_BFLOAT16  // there is an instruction for products of pairs
+#endif
 using Lanes = __m512;
 using Halves = __m256i;  // numbers of 16 bits
 using Mask = __mmask16;
@@ -245,7 +248,7 @@ void store_halves(uint16_t* to, int64_t count, Halves values) {
 
 // Add the products of pairs of bfloat16 numbers.
 Lanes multiply_add_pairs(Lanes a, Lanes b, Lanes sum) {
-#ifdef __AVX512BF16__
+#ifdef SDTUNE_BFLOAT16
   return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
 #else
   sum = multiply_add(first_of_pairs(a), first_of_pairs(b), sum);

@@ -35,7 +35,7 @@ struct BFloat16 {
   using Value = uint16_t;
   static constexpr int64_t kStep = 2 * kLanes;
   static Lanes weights(const Value* from, int64_t count) { return load_pairs(from, count); }
-#ifdef __AVX512BF16__
+#ifdef SDTUNE_BFLOAT16
   using Stored = uint16_t;
   static Lanes values(const Stored* from, int64_t count) { return load_pairs(from, count); }
   static Lanes add(Lanes sum, Lanes weights, Lanes values) { return multiply_add_pairs(weights, values, sum); }

@@ -69,6 +69,7 @@ def assert_right(given: tuple[Tensor, Tensor, Tensor], positions: Tensor, window
     torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.usefixtures("instructions")
 @needs_kernel
 @pytest.mark.parametrize("window", [ALL, 3, 20])
 def test_leaves_see_the_slots_before_their_position_and_their_own(window: int) -> None:
@@ -90,6 +91,7 @@ def test_leaves_see_the_slots_before_their_position_and_their_own(window: int) -
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("instructions")
 @needs_kernel
 @pytest.mark.parametrize("dtype", SUPPORTED)
 def test_values_equal_those_of_float64(dtype: torch.dtype) -> None:
@@ -101,6 +103,7 @@ def test_values_equal_those_of_float64(dtype: torch.dtype) -> None:
         assert_right(given, at(start, width=width))
 
 
+@pytest.mark.usefixtures("instructions")
 @needs_kernel
 @pytest.mark.parametrize("dtype", SUPPORTED)
 def test_long_contexts_are_combined_from_chunks(dtype: torch.dtype) -> None:
@@ -120,6 +123,7 @@ def test_a_cache_of_any_layout_is_read_where_it_is(dtype: torch.dtype) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.usefixtures("instructions")
 @needs_kernel
 @pytest.mark.parametrize("dtype", SUPPORTED)
 def test_scores_of_any_size_have_weights(dtype: torch.dtype) -> None:
@@ -130,6 +134,7 @@ def test_scores_of_any_size_have_weights(dtype: torch.dtype) -> None:
     assert attend(query, key * torch.nan, value, at(66), 0.3, ALL).isnan().all()
 
 
+@pytest.mark.usefixtures("instructions")
 @needs_kernel
 @pytest.mark.parametrize("dtype", SUPPORTED)
 def test_slots_beyond_the_reach_are_not_read(dtype: torch.dtype) -> None:
@@ -140,6 +145,7 @@ def test_slots_beyond_the_reach_are_not_read(dtype: torch.dtype) -> None:
     assert torch.equal(attend(query, key, value, at(41, width=2), 0.3, ALL), expected)
 
 
+@pytest.mark.usefixtures("instructions")
 @needs_kernel
 @pytest.mark.parametrize("start", [20, 1020])
 @pytest.mark.parametrize("dtype", SUPPORTED)

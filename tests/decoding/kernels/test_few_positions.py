@@ -29,6 +29,7 @@ def has_kernel(module: nn.Module) -> bool:
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="the processor lacks the instructions")
 
 
+@pytest.mark.usefixtures("instructions")
 @torch.inference_mode()
 @pytest.mark.parametrize(
     ("inputs", "outputs", "bias"), [(64, 40, True), (31, 7, False), (1, 3, True), (576, 18, False)]
@@ -44,6 +45,7 @@ def test_products_equal_linears(dtype: torch.dtype, inputs: int, outputs: int, b
         torch.testing.assert_close(fast(values), layer(values), atol=PRECISIONS[dtype], rtol=PRECISIONS[dtype])
 
 
+@pytest.mark.usefixtures("instructions")
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", SUPPORTED)
 def test_a_position_gets_the_same_bits_whatever_else_is_in_the_pass(dtype: torch.dtype) -> None:

@@ -19,6 +19,7 @@ SIZES = [(64, 40), (31, 7), (1, 3), (100, 17), (33, 200), (2304, 18), (500, 300)
 """Inputs and outputs."""
 
 
+@pytest.mark.usefixtures("instructions")
 @needs_kernel
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -35,6 +36,7 @@ def test_kernel_and_plain_torch_agree_bit_for_bit(bits: int, dtype: torch.dtype)
             assert torch.equal(kernel(values), plain(values))
 
 
+@pytest.mark.usefixtures("instructions")
 @needs_kernel
 @torch.inference_mode()
 @pytest.mark.parametrize("bits", PACKED)
