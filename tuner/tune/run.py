@@ -36,7 +36,8 @@ VERIFYING = 0.1
 MATTERS = 0.01
 """Logarithm of the speed-up that a prediction must add for a server to be started, per load."""
 FIRST_LENGTHS = (8, 2)
-"""Drafted tokens of the first servers of a method that cannot be replayed."""
+"""Drafted tokens of the first servers of a method that cannot be replayed. One that runs no model drafts no more than it finds, so
+its first server has the most tokens: what longer drafts would be is known of no other."""
 
 
 def run_and_write(config: TuneConfig, *, progress: Progress) -> tuple[RenderableType, Path, str | None]:
@@ -151,7 +152,8 @@ def first_settings(methods: Sequence[Method], costs: Costs, sequences: Sequence[
             )
         else:
             lengths = of_kind[0].lengths
-            usual = [max((each for each in lengths if each <= most), default=lengths[0]) for most in FIRST_LENGTHS]
+            most = FIRST_LENGTHS if of_kind[0].runs_model else (lengths[-1], *FIRST_LENGTHS[1:])
+            usual = [max((each for each in lengths if each <= one), default=lengths[0]) for one in most]
             yield from (Setting(of_kind[0], number) for number in dict.fromkeys(usual))
 
 

@@ -169,6 +169,12 @@ def test_the_length_of_a_draft_model_is_found_between_those_that_were_measured()
     assert engine.task.num_started <= 6
 
 
+def test_drafts_that_end_by_themselves_are_tried_at_their_longest() -> None:
+    engine = Engine({1: 0.01, 4: 0.01}, drafting=0.0)
+    assert min(engine.run([replace(DRAFT, name="suffixes", kind="suffixes", runs_model=False)]).values()) > 0.99
+    assert engine.task.num_started <= 4
+
+
 def test_nothing_is_chosen_where_plain_decoding_is_faster() -> None:
     engine = Engine({1: 30.0, 4: 30.0}, drafting=20.0)
     search(engine.task, [DRAFT], engine.costs, engine.measure)
