@@ -88,7 +88,7 @@ def fast_linear(module: nn.Module, *, copied: Callable[[Callable[[], nn.Module]]
     weight = module.weight
     kernel = kernel_for("linear", weight.device, weight.dtype).kernel
     if kernel == "few positions" and weight.is_contiguous():
-        return FewPositionsLinear.of(module)
+        return FewPositionsLinear.of(module, widens=weight.dtype is torch.bfloat16 and not _packs(weight.dtype))
     packs = kernel is not None and _packs(weight.dtype) and weight.nbytes >= MIN_PACKED_BYTES
     return copied(partial(PackedLinear.of, module)) if packs else module
 

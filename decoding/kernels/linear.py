@@ -30,6 +30,9 @@ from decoding.kernels.compiled import CompiledFunction, call_directly
 MAX_POSITIONS = 65
 """Maximum number of positions outside compiled code; prompts are wider, and bound by arithmetic."""
 
+MAX_WIDENED = 2**24
+"""Maximum number of weights that are copied to float32 at once."""
+
 MULTIPLY = CompiledFunction("linear.cpp", "sdtune_multiply", [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4)
 
 
@@ -60,20 +63,29 @@ class FewPositionsLinear(nn.Linear):
     Weight and bias are shared with the original layer. Under autograd it computes like any linear layer.
     """
 
+    widens: bool
+    """True if many positions are multiplied in float32: in bfloat16, torch takes up to ten times as long where the processor lacks it."""
+
     @classmethod
-    def of(cls, linear: nn.Linear) -> FewPositionsLinear:
+    def of(cls, linear: nn.Linear, *, widens: bool = False) -> FewPositionsLinear:
         """Return `linear` computed by the kernel; see `decoding.kernels.choice`."""
         twin = cls.__new__(cls)
-        twin.__dict__.update(linear.__dict__)
+        twin.__dict__.update(linear.__dict__, widens=widens)
         return twin
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_grad_enabled() or input.dtype != self.weight.dtype:
             return super().forward(input)
         if not torch.compiler.is_compiling() and input.shape[:-1].numel() > MAX_POSITIONS:
-            return super().forward(input)
+            return self._widened(input) if self.widens else super().forward(input)
         outputs = few_positions(input, self.weight)
         return outputs if self.bias is None else outputs + self.bias
+
+    def _widened(self, input: Tensor) -> Tensor:
+        values = input.float()
+        rows = self.weight.split(max(1, MAX_WIDENED // self.in_features))
+        outputs = torch.cat([linear(values, each.float()) for each in rows], dim=-1)
+        return (outputs if self.bias is None else outputs + self.bias).to(input.dtype)
 
 
 @torch.library.custom_op("sdtune::packed_linear", mutates_args=())

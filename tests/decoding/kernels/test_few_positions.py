@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from decoding.kernels import choice
 from decoding.kernels import linear as kernels
 from decoding.kernels.choice import fast_linear, kernel_for
 from decoding.kernels.compiled import CompiledFunction
@@ -56,6 +57,23 @@ def test_a_position_gets_the_same_bits_whatever_else_is_in_the_pass(dtype: torch
     for width in range(1, 17):
         assert torch.equal(layer(values[:, :width]), whole[:, :width])
         assert torch.equal(layer(values[:, width:]), whole[:, width:])
+
+
+@torch.inference_mode()
+def test_prompts_in_bfloat16_are_multiplied_in_float32_where_the_processor_lacks_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer, values = nn.Linear(40, 70).bfloat16(), torch.randn(1, MAX_POSITIONS + 1, 40).bfloat16()
+    for supported in (True, False):
+        monkeypatch.setattr(choice, "_packs", lambda dtype: supported)  # noqa: B023 - called at once
+        fast = fast_linear(layer, copied=lambda make: make())
+        assert isinstance(fast, FewPositionsLinear)
+        assert fast.widens is not supported
+        torch.testing.assert_close(fast(values), layer(values), atol=2e-2, rtol=2e-2)
+    monkeypatch.setattr(kernels, "MAX_WIDENED", 3 * 40)
+    exact = linear(values.float(), layer.weight.float(), layer.bias.float()).bfloat16()
+    torch.testing.assert_close(fast(values), exact)
+    assert not fast_linear(nn.Linear(4, 4), copied=lambda make: make()).widens, "not in float32"
 
 
 def test_prompts_and_autograd_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
