@@ -64,7 +64,8 @@ class FewPositionsLinear(nn.Linear):
     """
 
     widens: bool
-    """True if many positions are multiplied in float32: in bfloat16, torch takes up to ten times as long where the processor lacks it."""
+    """True if many positions are multiplied in float32: torch takes up to ten times as long in bfloat16 where the processor
+    lacks it."""
 
     @classmethod
     def of(cls, linear: nn.Linear, *, widens: bool = False) -> FewPositionsLinear:
