@@ -143,6 +143,23 @@ int32_t bits_of(const Value* from) {
   return bits;
 }
 
+// The weights as `quantised.py` stores them, whatever the instructions.
+struct Int8Weight {
+  static constexpr double kShift = 128;  // a stored weight is this much larger
+  const uint8_t* tiles;
+
+  static int64_t tile_bytes(int64_t inputs) { return (inputs + 3) / 4 * 64; }
+};
+
+struct Int4Weight {
+  static constexpr double kShift = 0;
+  const uint8_t *tiles, *scales;
+  const int16_t* minima;
+
+  static int64_t groups(int64_t inputs) { return (inputs + 2 * kGroup - 1) / (2 * kGroup) * 2; }
+  static int64_t tile_bytes(int64_t inputs) { return groups(inputs) * kGroup * kRows / 2; }
+};
+
 #ifndef SDTUNE_AVX2
 
 template <typename Value>
@@ -168,13 +185,9 @@ struct Sums {
   }
 };
 
-struct Int8 {
+struct Int8 : Int8Weight {
   static constexpr int kTiles = 4;   // read at a time
   static constexpr int kSums = 10;   // pairs of sums in registers
-  static constexpr double kShift = 128;                 // a stored weight is this much larger
-  const uint8_t* tiles;
-
-  static int64_t tile_bytes(int64_t inputs) { return (inputs + 3) / 4 * 64; }
 
   // Add the sums of `R` tiles, `step` tiles apart, for `M` positions.
   template <int R, int M>
@@ -200,14 +213,8 @@ struct Int8 {
   }
 };
 
-struct Int4 {
+struct Int4 : Int4Weight {
   static constexpr int kTiles = 2, kSums = 6;
-  static constexpr double kShift = 0;
-  const uint8_t *tiles, *scales;
-  const int16_t* minima;
-
-  static int64_t groups(int64_t inputs) { return (inputs + 2 * kGroup - 1) / (2 * kGroup) * 2; }
-  static int64_t tile_bytes(int64_t inputs) { return groups(inputs) * kGroup * kRows / 2; }
 
   template <int R, int M>
   void add(int64_t tile, int64_t step, const Values& values, int64_t position, int64_t inputs, Sums (&sums)[R][M]) const {
@@ -302,14 +309,10 @@ struct Sums {
 
 void prefetch(const uint8_t* from) { _mm_prefetch((const char*)from + kBytesAhead, _MM_HINT_T1); }
 
-struct Int8 {
+struct Int8 : Int8Weight {
   static constexpr int kTiles = 4;   // read at a time
   static constexpr int kSums = 6;    // in registers
-  static constexpr double kShift = 128;                 // a stored weight is this much larger
   static constexpr int64_t kFit = 512;  // inputs whose products fit in 32 bits: 255 * kMaxValue each
-  const uint8_t* tiles;
-
-  static int64_t tile_bytes(int64_t inputs) { return (inputs + 3) / 4 * 64; }
 
   // Add the sums of `R` tiles, `step` tiles apart, for `M` positions.
   template <int R, int M>
@@ -338,14 +341,8 @@ struct Int8 {
   }
 };
 
-struct Int4 {
+struct Int4 : Int4Weight {
   static constexpr int kTiles = 2, kSums = 6;
-  static constexpr double kShift = 0;
-  const uint8_t *tiles, *scales;
-  const int16_t* minima;
-
-  static int64_t groups(int64_t inputs) { return (inputs + 2 * kGroup - 1) / (2 * kGroup) * 2; }
-  static int64_t tile_bytes(int64_t inputs) { return groups(inputs) * kGroup * kRows / 2; }
 
   template <int R, int M>
   void add(int64_t tile, int64_t step, const Values& values, int64_t position, int64_t inputs, Sums (&sums)[R][M]) const {
@@ -417,7 +414,8 @@ struct Product {
   void write(int64_t tile, int64_t position, const Sums& sums) const {
     for (int64_t first = 0; first < kRows; first += kLanes) {
       const int64_t row = tile * kRows + first, count = std::min(kLanes, rows - row);
-      const Lanes found = sums.scaled(first, Weight::kShift * values.sums[position], load(row_scales + row, count), values.scales[position]);
+      const double shift = Weight::kShift * values.sums[position];
+      const Lanes found = sums.scaled(first, shift, load(row_scales + row, count), values.scales[position]);
       store((char*)outputs + (position * rows + row) * item_size(precision), precision, count, found);
     }
   }
