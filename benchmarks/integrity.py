@@ -117,6 +117,12 @@ class NullBench:
             on_sample(sample)
         return Measurement(samples=tuple(samples))
 
+    def side_by_side(
+        self, candidates: Sequence[Candidate], indices: Sequence[int], on_sample: OnSample = lambda sample: None
+    ) -> list[Measurement]:
+        """Measure one after another: what is drawn depends on no other candidate."""
+        return [self.measure(each, indices, on_sample) for each in candidates]
+
     def _drawn(
         self, pool: Mapping[tuple[int, bool], Sequence[PromptSample]], indices: Sequence[int]
     ) -> Iterator[PromptSample]:

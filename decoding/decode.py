@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from decoding.acceptance import Leaves, accept_greedy, accept_leaf_greedy
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Drafter, Proposal
+from decoding.drafters.contract import Drafter, Proposal, read_prompt
 from decoding.rounds import Prefill, Round
 from decoding.runners.contract import Outputs
 from decoding.target import Target
@@ -33,14 +34,14 @@ ReadPrompt = Callable[[TokenSequence, KVCache], Tensor]
 
 @torch.inference_mode()
 def autoregressive(
-    target: Target, request: Request, new_cache: NewCache | None = None, read_prompt: ReadPrompt | None = None
+    target: Target, request: Request, new_cache: NewCache | None = None, read: ReadPrompt | None = None
 ) -> Iterator[Prefill | Round]:
     """Decode plainly: one token of the target per round. Yields the prefill first.
 
-    `new_cache` makes the sequence's cache; the default is the target's own. `read_prompt` replaces the pass over the
+    `new_cache` makes the sequence's cache; the default is the target's own. `read` replaces the pass over the
     prompt.
     """
-    read = read_prompt or partial(_read_prompt, target)
+    read = read or partial(read_prompt, target)
     sequence, cache = _begin(target, request, new_cache)
     prefill, ended = _prefill(lambda: read(sequence, cache), request, sequence, cache)
     yield prefill
@@ -69,6 +70,8 @@ def speculative(
     Yields the prefill first. `controller` observes every round that it steers; pass a fresh one to start without
     history.
     """
+    if drafter.has_head:
+        request = replace(request, known=None)
     most = controller.max_tokens + drafter.max_leaves
     sequence, cache = _begin(target, request, new_cache, max_drafted=most)
     prefill, ended = _prefill(lambda: drafter.prefill(sequence, cache), request, sequence, cache)
@@ -179,7 +182,8 @@ def _begin(
     cache = (new_cache or target.new_cache)(capacity)
     if request.turns is not None:
         request.turns.load(cache)
-    return TokenSequence(request.prompt, capacity, target.device, cache.company, request.history), cache
+    sequence = TokenSequence(request.prompt, capacity, target.device, cache.company, request.history, request.known)
+    return sequence, cache
 
 
 def _keep(request: Request, sequence: TokenSequence, cache: KVCache) -> None:
@@ -189,16 +193,20 @@ def _keep(request: Request, sequence: TokenSequence, cache: KVCache) -> None:
         request.turns.store(cache)
 
 
-def _read_prompt(target: Target, sequence: TokenSequence, cache: KVCache) -> Tensor:
-    return target.forward(sequence.span(cache.length, sequence.length), cache, cache.length, last_only=True)
-
-
 def _prefill(
-    read_prompt: Callable[[], Tensor], request: Request, sequence: TokenSequence, cache: KVCache
+    read: Callable[[], Tensor], request: Request, sequence: TokenSequence, cache: KVCache
 ) -> tuple[Prefill, bool]:
+    known = request.known
+    recalls = known is not None and known.is_read
     start = time.perf_counter()
-    token = request.choose(sequence, Outputs(read_prompt(), None))
+    token = request.choose(sequence, Outputs(read(), None))
     sequence.write(0, token)
     cache.length = sequence.length
     tokens, ended = request.ending.append(sequence, sequence.read(token))
-    return Prefill(tokens[0], time.perf_counter() - start), ended
+    seconds = time.perf_counter() - start
+    if known is not None:
+        if recalls:
+            seconds += known.seconds
+        else:
+            known.seconds = seconds
+    return Prefill(tokens[0], seconds), ended

@@ -69,6 +69,13 @@ class Decoding(Document):
         exclude_if=lambda width: width is None,
         description="bit-exact mode: positions of every pass of the whole model",
     )
+    history: int = Field(
+        0,
+        ge=0,
+        le=2**24,
+        exclude_if=lambda num_tokens: not num_tokens,
+        description="tokens of a user's earlier answers that a suffix automaton may copy from; 0 for none",
+    )
 
     @model_validator(mode="after")
     def _runner_has_the_mode(self) -> Decoding:

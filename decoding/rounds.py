@@ -17,6 +17,7 @@ class Prefill:
 
     token: int
     seconds: float
+    """Seconds of reading the prompt, or, of a prompt that was known, of recalling it and of the reading before."""
 
 
 @dataclass(frozen=True, slots=True)

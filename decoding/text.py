@@ -11,6 +11,7 @@ from torch import Tensor
 
 from decoding.acceptance import Acceptance, Greedy, Leaves
 from decoding.cache.earlier_turns import EarlierTurns
+from decoding.cache.known_prompt import KnownPrompt
 from decoding.cache.kv_cache import Company
 from decoding.drafts.history import RequestHistory
 from decoding.drafts.lookup import CopyIndex, CopySettings
@@ -33,7 +34,7 @@ class TokenSequence:
     The first `length` tokens are the sequence; drafts are written after it until they are judged. The host keeps a
     copy of the sequence without drafts, because every verified token passes through the host. `company` are the other
     sequences of a batch (`decoding.lockstep`): they share memory and waits. `history` holds earlier answers that drafts
-    may be copied from.
+    may be copied from. `known` is what the target knows of the prompt, or keeps of it once it has read it.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class TokenSequence:
         device: torch.device,
         company: Company | None = None,
         history: RequestHistory | None = None,
+        known: KnownPrompt | None = None,
     ) -> None:
         self._company = company
         self._memory: OwnTokens | TokenRow = OwnTokens(capacity, device) if company is None else company.tokens
         self._memory.write_from_host(0, prompt)
         self.prompt_length = len(prompt)
         self.length = len(prompt)
+        self.known = known
         self._token_ids = list(prompt)
         self._history = history
         self._indexes: dict[CopySettings, CopyIndex] = {}
@@ -193,7 +196,8 @@ class Request:
     """One sequence to generate: prompt token ids, choice and shaping of tokens, stopping conditions.
 
     `history` holds earlier answers that a draft may copy from. `turns` is the cache of earlier turns: the tokens in it
-    are not computed again, and it is extended when the sequence has ended.
+    are not computed again, and it is extended when the sequence has ended. `known` spares a prompt without earlier turns its pass
+    if an earlier request has kept it there; a draft that needs more of the prompt than keys and values reads it all the same.
     """
 
     prompt: Sequence[int]
@@ -202,10 +206,13 @@ class Request:
     shaping: Shaping = field(default_factory=Shaping)
     history: RequestHistory | None = None
     turns: EarlierTurns | None = None
+    known: KnownPrompt | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError("the prompt is empty: at least one token is needed to continue from")
+        if self.turns is not None and self.known is not None:
+            raise ValueError("a prompt is known as a whole or continues earlier turns, not both")
 
     @property
     def takes_most_likely(self) -> bool:

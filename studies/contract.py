@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
+from decoding.cache.known_prompt import KnownPrompt
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import AnyRule, DraftLengthRule
 from decoding.drafts import BitWidth, Draft, DraftDocument, EarlyExit, FeatureHeadDraft
@@ -105,6 +106,8 @@ class Problem:
     earlier: Mapping[str, Sequence[TrialRecord]]
     """Finished trials of the studies that ran before, by study name; empty unless `StudySettings.reads_earlier`."""
     seed: int
+    known: Mapping[tuple[int, ...], KnownPrompt] = field(default_factory=dict)
+    """What the target knows of prompts, so that they need not be read again."""
     own_keys: bool = False
     """True if drafts are to run as copies of the model, with keys and values of their own: predictions read these."""
     batch_size: int = 1

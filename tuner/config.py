@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 EXACT_WIDTH = 8
 """Default width of bit-exact mode: drafts of up to seven tokens."""
+LEAST_TO_COMPILE = 2**26
+"""Bytes of a model on a CPU below which passes of fixed shapes are not compiled, and compared, unless asked for."""
 FEWEST_SAMPLES = 2
 """Prompts, or batches of prompts, that an interval needs at least."""
 
@@ -199,7 +201,7 @@ class SearchConfig(DataSettings, ModelSettings):
     runner: RunnerWish | None = Field(
         None,
         description="How passes run: eager; static, in fixed shapes and compiled (CUDA graphs on a GPU); auto, the faster one; "
-        "default: auto on a GPU, eager on a CPU.",
+        "default: auto; eager on a CPU for models below 64 MiB, which are not worth the compilation.",
         json_schema_extra=DECODING,
     )
     exact: Literal["tokens", "bitwise"] = Field(
@@ -216,6 +218,14 @@ class SearchConfig(DataSettings, ModelSettings):
     prefix_reuse: bool = Field(
         True,
         description="Start verification at the first block that the draft changes, reusing the draft's states before it.",
+        json_schema_extra=DECODING,
+    )
+    history: int = Field(
+        0,
+        ge=0,
+        le=2**24,
+        description="Tokens of earlier answers that suffix automata may copy from, as a server's users repeat themselves; each "
+        "candidate begins without any.",
         json_schema_extra=DECODING,
     )
     deploy_to: EngineName | None = Field(
@@ -302,6 +312,7 @@ class SearchConfig(DataSettings, ModelSettings):
             "temperature": self.temperature > 0,
             "batch_size": self.batch_size > 1,
             "exact": self.exact != "tokens",
+            "history": self.history > 0,
         }
         if found := [name for name, is_wrong in wrong.items() if is_wrong]:
             raise ValueError(
@@ -346,12 +357,13 @@ class SearchConfig(DataSettings, ModelSettings):
     def bitwise_width(self) -> int | None:
         return self.exact_width if self.exact == "bitwise" else None
 
-    def runner_on(self, device_type: str) -> str:
-        """Return the runner to use on a device of this type, as `torch.device.type` names it; it may be `AUTO`.
+    def runner_on(self, device_type: str, weight_bytes: int) -> str:
+        """Return the runner of a model on a device of this type, as `torch.device.type` names it; it may be `AUTO`.
 
-        Unless one is given, the faster one is used on a GPU: there eager passes mostly wait for the host to launch them.
+        Unless one is given, it is the faster one, though a small model on a CPU is not compiled to find out.
         """
-        return self.runner or (AUTO if device_type == "cuda" else PLAIN_RUNNER)
+        is_small = device_type == "cpu" and weight_bytes < LEAST_TO_COMPILE
+        return self.runner or (PLAIN_RUNNER if is_small else AUTO)
 
     def wanted_bits(self, device: torch.device) -> tuple[BitWidth, ...]:
         """Return the precisions in which the studies propose quantised drafts for a model on `device`."""

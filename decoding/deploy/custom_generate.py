@@ -192,9 +192,7 @@ class ProfileDecoder:
         return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=None if turns is None else turns.past)
 
     def _check_history(self, history: RequestHistory | None) -> None:
-        draft = self.profile.draft
-        copies = [each for each in (draft.copying, draft.parts.lookup) if each is not None]
-        if history is not None and not any(each.reads_history for each in copies):
+        if history is not None and not self.profile.draft.reads_history:
             raise UnsupportedRequestError(
                 f"profile {self.profile.name!r} drafts by {self.profile.draft.describe()}, which reads no earlier answers: "
                 "only a suffix automaton takes a history"

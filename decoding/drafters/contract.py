@@ -13,6 +13,7 @@ from decoding.draft_length import Controller
 from decoding.drafts import CandidateTree
 from decoding.errors import UnsupportedRequestError
 from decoding.runners.contract import Outputs
+from decoding.target import Target
 from decoding.text import Request, TokenSequence
 
 
@@ -45,6 +46,18 @@ def check_head_has_read(cache: KVCache) -> None:
         )
 
 
+def read_prompt(target: Target, sequence: TokenSequence, cache: KVCache) -> Tensor:
+    """Run the target over what the cache lacks of the prompt, unless it is known; return the logits [1, vocabulary] after it."""
+    known = sequence.known
+    if known is not None and known.is_read:
+        return known.recall(cache)
+    logits = target.forward(sequence.span(cache.length, sequence.length), cache, cache.length, last_only=True)
+    if known is not None:
+        cache.length = sequence.length
+        known.keep(cache, logits)
+    return logits
+
+
 class Drafter:
     """Proposes tokens for `decoding.decode.speculative`; one drafter serves any number of sequences.
 
@@ -53,6 +66,8 @@ class Drafter:
 
     tree: CandidateTree | None = None
     """Shape of the side leaves that it may propose."""
+    has_head = False
+    """True if it has a head that reads states of the prompt, so that keys and values are not enough to know the prompt by."""
 
     @property
     def max_leaves(self) -> int:

@@ -38,7 +38,7 @@ class EarlyExitDrafter(Drafter):
         bits: int | None = None,
         tree: CandidateTree | None = None,
     ) -> None:
-        self.tree = tree
+        self.tree, self.has_head = tree, True
         if tree is not None:
             target.checks.trees()
         self._exit = ExitView(target, exit_layer, head, bits=bits)

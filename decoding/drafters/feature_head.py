@@ -31,7 +31,7 @@ class FeatureHeadDrafter(Drafter):
     """A feature head with the target's own embeddings, final norm and LM head."""
 
     def __init__(self, target: Target, head: FeatureHead, *, tree: CandidateTree | None = None) -> None:
-        self.tree = tree
+        self.tree, self.has_head = tree, True
         if tree is not None:
             target.checks.trees()
         self._head = FeatureView(target, head)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Drafter, Proposal
+from decoding.drafters.contract import Drafter, Proposal, read_prompt
 from decoding.drafters.propose import propose
 from decoding.drafts import LayerSkip
 from decoding.head_folder import HeadFolder
@@ -55,7 +55,7 @@ class LayerSkipDrafter(Drafter):
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         """Run the target over the prompt; the draft reads the same keys and values."""
-        return self._target.forward(sequence.span(cache.length, sequence.length), cache, cache.length, last_only=True)
+        return read_prompt(self._target, sequence, cache)
 
     def draft(
         self, sequence: TokenSequence, cache: KVCache, controller: Controller, request: Request, limit: int

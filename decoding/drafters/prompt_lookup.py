@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Drafter, Proposal
+from decoding.drafters.contract import Drafter, Proposal, read_prompt
 from decoding.drafts import FirstLookup
 from decoding.drafts.lookup import CopySettings
 from decoding.head_folder import HeadFolder
@@ -28,7 +28,7 @@ class CopyDrafter(Drafter):
         self._source = source
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
-        logits = self._target.forward(sequence.span(cache.length, sequence.length), cache, cache.length, last_only=True)
+        logits = read_prompt(self._target, sequence, cache)
         sequence.index(self._source).update()
         return logits
 
@@ -66,7 +66,8 @@ class LookupFirst(Drafter):
     """
 
     def __init__(self, fallback: Drafter, lookup: FirstLookup) -> None:
-        self.fallback, self._lookup, self.tree = fallback, lookup, fallback.tree
+        self.fallback, self._lookup = fallback, lookup
+        self.tree, self.has_head = fallback.tree, fallback.has_head
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         logits = self.fallback.prefill(sequence, cache)

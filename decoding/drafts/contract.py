@@ -164,6 +164,11 @@ class DraftDocument(Document):
         return self if isinstance(self, CopySettings) else None
 
     @property
+    def reads_history(self) -> bool:
+        """True if tokens may also be copied from earlier answers."""
+        return any(each is not None and each.reads_history for each in (self.copying, self.parts.lookup))
+
+    @property
     def files(self) -> Mapping[str, str]:
         """SHA-256 of each file that lies beside the profile, by file name."""
         return {} if (head := self.trained_head) is None else {head.file: head.sha256}

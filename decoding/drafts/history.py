@@ -1,4 +1,4 @@
-"""Answers to earlier requests, as suffix automata to copy from: a store per tenant, bounded in memory, off by default."""
+"""Answers to earlier requests, as suffix automata to copy from: a store per user, bounded in memory, off by default."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RequestHistory:
     threads may read and add. A token takes about 0.5 kB, and each answer half a microsecond per generated token.
 
     Answers cannot change what is generated, only how fast. But a user who times a request may learn whether its text occurred in an
-    earlier one, so give each tenant a store of its own. Raises ValueError for bounds below 1.
+    earlier one, so give each user a store of its own. Raises ValueError for bounds below 1.
     """
 
     def __init__(self, *, max_tokens: int = 32_768, max_answers: int = 64) -> None:
@@ -71,3 +71,19 @@ class RequestHistory:
         while self._num_tokens > self._max_tokens or len(self._answers) > self._max_answers:
             answer, _ = self._answers.popitem(last=False)
             self._num_tokens -= len(answer)
+
+
+class UserHistories:
+    """A `RequestHistory` of at most `max_tokens` tokens for each user, for the `max_users` that were heard of last."""
+
+    def __init__(self, *, max_tokens: int, max_users: int = 64) -> None:
+        self._max_tokens, self._max_users = max_tokens, max_users
+        self._of_users: OrderedDict[str, RequestHistory] = OrderedDict()
+
+    def of(self, user: str) -> RequestHistory:
+        """Return the history of a user, empty for a new one. To be called from one thread."""
+        history = self._of_users.setdefault(user, RequestHistory(max_tokens=self._max_tokens))
+        self._of_users.move_to_end(user)
+        while len(self._of_users) > self._max_users:
+            self._of_users.popitem(last=False)
+        return history

@@ -13,6 +13,7 @@ import torch
 
 from decoding.acceptance import Greedy, Sampling
 from decoding.decoder import Decoder
+from decoding.drafts.history import UserHistories
 from decoding.errors import SdtuneError
 from decoding.profile import Measured
 from decoding.serving.app import create_app
@@ -53,11 +54,13 @@ def new_service(
     limits: ServerLimits,
     *,
     always_draft: bool = False,
+    history: int = 0,
     measured: Measured | None = None,
 ) -> Service:
     """Return the service of a decoder's model under `name`; its decoding thread has not begun.
 
-    `measured` is what the metrics show of the profile, to compare with.
+    `history` are the tokens of a user's earlier answers that drafts may copy from; `measured` is what the metrics show of the
+    profile, to compare with.
     """
     target, room = decoder.target, WaitingRoom(limits.max_waiting)
     counters = ServerCounters(name)
@@ -88,7 +91,8 @@ def new_service(
         vocabulary_size=model.get_input_embeddings().num_embeddings,
         eos_token_ids=frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos),
     )
-    return Service(served, DecodingThread(batch, room), counters)
+    histories = UserHistories(max_tokens=history) if history else None
+    return Service(served, DecodingThread(batch, room), counters, histories)
 
 
 def api_key_for(host: str) -> str | None:

@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 
 from decoding.acceptance import Acceptance, Greedy, Sampling
 from decoding.conversation import asking
+from decoding.drafts.history import UserHistories
 from decoding.errors import UnsupportedRequestError, first_line
 from decoding.rounds import Prefill, Round
 from decoding.serving.batch import DecodingThread
@@ -67,8 +68,15 @@ class ServedModel:
 class Service:
     """Starts requests on the decoding thread, and hands out their text in the event loop."""
 
-    def __init__(self, model: ServedModel, decoding: DecodingThread, counters: ServerCounters) -> None:
-        self.model, self.decoding, self.counters = model, decoding, counters
+    def __init__(
+        self,
+        model: ServedModel,
+        decoding: DecodingThread,
+        counters: ServerCounters,
+        histories: UserHistories | None = None,
+    ) -> None:
+        """Drafts may copy from a user's earlier answers if there are `histories`; users are told apart by the body's `user`."""
+        self.model, self.decoding, self.counters, self._histories = model, decoding, counters, histories
         self._answers: set[Answer] = set()
         # Tokenizers have state. Long texts have one of their own, so that no short one waits for them.
         self._short = _Tokenizing(model.tokenizer)
@@ -164,7 +172,8 @@ class Service:
                 generator.manual_seed(body.seed + index)
             acceptance = Sampling(generator)
         ending = Ending(limit, frozenset() if body.ignore_eos else self.model.eos_token_ids)
-        return Request(prompt, ending, acceptance, Shaping(body.processors()))
+        history = None if self._histories is None else self._histories.of(body.user or "")
+        return Request(prompt, ending, acceptance, Shaping(body.processors()), history)
 
     def start(self, body: GenerationBody, request: Request) -> Answer:
         """Let a request wait for its turn. Raises `WaitingRoomFullError`."""
@@ -201,7 +210,7 @@ class Answer:
     """The answer to one request as it is decoded. To be used in the event loop that made it."""
 
     def __init__(self, service: Service, request: Request, stops: Sequence[str], *, fresh: bool) -> None:
-        self._service, self._ending = service, request.ending
+        self._service, self._ending, self._history = service, request.ending, request.history
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Prefill | Round | RequestEnd] = asyncio.Queue()
         self._text = TextStream(service.model.tokenizer, stops)
@@ -259,6 +268,8 @@ class Answer:
 
     def _last(self, text: str, reason: str) -> Piece:
         self._finish(reason)
+        if self._history is not None:
+            self._history.add(self._text.tokens)
         return Piece(text, reason, self._text.num_tokens)
 
 
@@ -272,7 +283,8 @@ class TextStream:
     def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._stops = stops
-        self._tokens: list[int] = []
+        self.tokens: list[int] = []
+        """The tokens, up to the one that completed a stop string."""
         # The text of tokens depends on the ones before: two windows with the same start are compared.
         self._start = self._read = 0
         self._held = ""
@@ -288,27 +300,27 @@ class TextStream:
             if self.is_stopped:
                 break
             self.num_tokens += 1
-            self._tokens.append(token)
+            self.tokens.append(token)
             pieces.append(self._checked(self._new_text()))
         return "".join(pieces)
 
     def finish(self) -> str:
         if self.is_stopped:
             return ""
-        rest = self._decode(self._start, len(self._tokens))[len(self._decode(self._start, self._read)) :]
+        rest = self._decode(self._start, len(self.tokens))[len(self._decode(self._start, self._read)) :]
         text = self._checked(rest)
         held, self._held = self._held, ""
         return text + held
 
     def _decode(self, start: int, end: int) -> str:
-        text: str = self._tokenizer.decode(self._tokens[start:end], skip_special_tokens=True)
+        text: str = self._tokenizer.decode(self.tokens[start:end], skip_special_tokens=True)
         return text
 
     def _new_text(self) -> str:
-        known, text = self._decode(self._start, self._read), self._decode(self._start, len(self._tokens))
+        known, text = self._decode(self._start, self._read), self._decode(self._start, len(self.tokens))
         if len(text) <= len(known) or text.endswith(UNFINISHED):
             return ""
-        self._start, self._read = self._read, len(self._tokens)
+        self._start, self._read = self._read, len(self.tokens)
         return text[len(known) :]
 
     def _checked(self, text: str) -> str:

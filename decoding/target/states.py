@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from decoding.cache.known_prompt import KnownPrompt
 from decoding.cache.kv_cache import KVCache
 from decoding.errors import UnsupportedModelError
 from decoding.runners.eager import EagerRunner
@@ -27,29 +28,40 @@ def last_states(target: Target, token_ids: Tensor, *, first: int = 0) -> tuple[T
 
 
 def exit_states(
-    target: Target, token_ids: Tensor, exit_layers: Sequence[int] | Mapping[int, int], *, first: int = 0
+    target: Target,
+    token_ids: Tensor,
+    exit_layers: Sequence[int] | Mapping[int, int],
+    *,
+    first: int = 0,
+    known: KnownPrompt | None = None,
 ) -> tuple[dict[int, Tensor], Tensor]:
     """Run `token_ids` [batch, length] once without a cache and return exit states and logits.
 
     The states [batch, length, hidden] are those after the first N blocks, for each N of `exit_layers`. A mapping names the
     position from which on the states of an exit are kept. The logits [batch, length - first, vocabulary] start at position
-    `first`. Shorter sequences are padded on the right: causal attention ignores later positions. Raises `ValueError` for an
-    impossible exit layer.
+    `first`. Shorter sequences are padded on the right: causal attention ignores later positions. What is `known` of the first
+    positions of a single sequence is not computed again if no state of them is wanted. Raises `ValueError` for an impossible exit
+    layer.
     """
     for exit_layer in exit_layers:
         target.check_exit_layer(exit_layer)
-    return _states_after(target, token_ids, exit_layers, first)
+    return _states_after(target, token_ids, exit_layers, first, known)
 
 
 def _states_after(
-    target: Target, token_ids: Tensor, exit_layers: Sequence[int] | Mapping[int, int], first: int
+    target: Target,
+    token_ids: Tensor,
+    exit_layers: Sequence[int] | Mapping[int, int],
+    first: int,
+    known: KnownPrompt | None = None,
 ) -> tuple[dict[int, Tensor], Tensor]:
     starts = exit_layers if isinstance(exit_layers, Mapping) else dict.fromkeys(exit_layers, 0)
     states = dict[int, Tensor]()
+    skipped = first if known is not None and all(start >= first for start in starts.values()) else 0
 
     def tap(block: nn.Module, exit_layer: int, start: int) -> Tap:
         def keep(found: Tensor) -> None:
-            states[exit_layer] = found[..., start:, :].clone() if start else found
+            states[exit_layer] = found[..., start - skipped :, :].clone() if start > skipped else found
 
         return Tap(block, record=keep)
 
@@ -57,7 +69,11 @@ def _states_after(
         tap(block, layer, starts[layer]) if layer in starts else block
         for layer, block in enumerate(target.blocks, start=1)
     ]
-    logits = run_whole(with_blocks(target.model, target.anatomy.path, blocks), token_ids, first)
+    if skipped:
+        cache = cache_after(target, token_ids[:, :first], token_ids.shape[1] - first, known)
+        logits = EagerRunner().run(target.part(blocks), token_ids[:, first:], cache, first).logits[None]
+    else:
+        logits = run_whole(with_blocks(target.model, target.anatomy.path, blocks), token_ids, first)
     return {layer: states[layer] for layer in starts}, logits
 
 
@@ -90,14 +106,14 @@ def exit_logits(
     return run_whole(view, token_ids, first)
 
 
-def sublayer_outputs(target: Target, token_ids: Tensor, *, before: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+def sublayer_outputs(target: Target, token_ids: Tensor, *, after: KVCache | None = None) -> list[tuple[Tensor, Tensor]]:
     """Return attention and MLP outputs of every block, each [width, hidden], before the residual add.
 
-    One eager pass over `token_ids` [1, width] after the keys and values of `before` [1, n]. The cache is not kept.
-    Raises `UnsupportedModelError` if a block has no separate module for one of them.
+    One eager pass over `token_ids` [1, width] after what a cache holds, which does not grow. Raises `UnsupportedModelError` if a
+    block has no separate module for one of them.
     """
     outputs: list[dict[str, Tensor]] = [{} for _ in target.blocks]
-    cache = _cache_after(target, before, token_ids.shape[1])
+    cache = KVCache(target.num_layers, token_ids.shape[1]) if after is None else after
     handles = []
     try:
         for index, block in enumerate(target.blocks):
@@ -116,13 +132,14 @@ def sublayer_outputs(target: Target, token_ids: Tensor, *, before: Tensor | None
     return [(out["attention"][0], out["mlp"][0]) for out in outputs]
 
 
-def logit_lens(target: Target, token_ids: Tensor, *, before: Tensor | None = None) -> Iterator[Tensor]:
+def logit_lens(target: Target, token_ids: Tensor, *, after: KVCache | None = None) -> Iterator[Tensor]:
     """Yield logits [width, vocabulary] after each block, through the model's own final norm and LM head.
 
-    Eager passes over `token_ids` [1, width] after the keys and values of `before` [1, n]. The cache is not kept.
+    Eager passes over `token_ids` [1, width] after what a cache holds, which does not grow.
     """
     states: list[Tensor] = []
-    runner, cache = EagerRunner(), _cache_after(target, before, token_ids.shape[1])
+    cache = KVCache(target.num_layers, token_ids.shape[1]) if after is None else after
+    runner = EagerRunner()
     tapped, start = target.part([Tap(block, record=states.append) for block in target.blocks]), cache.length
     runner.run(tapped, token_ids, cache, start, last_only=True)
     emit, *rest = target.emitting(states[0])
@@ -132,13 +149,19 @@ def logit_lens(target: Target, token_ids: Tensor, *, before: Tensor | None = Non
         yield runner.run(view, token_ids, cache, start).logits
 
 
-def _cache_after(target: Target, before: Tensor | None, width: int) -> KVCache:
-    """Return a cache that holds `before` [1, n], computed by an eager pass, with room for `width` more positions."""
-    num_before = 0 if before is None else before.shape[1]
-    cache = KVCache(target.num_layers, num_before + width)
-    if before is not None:
-        EagerRunner().run(target.part(list(target.blocks)), before, cache, 0, last_only=True)
-        cache.length = num_before
+def cache_after(target: Target, before: Tensor, room: int, known: KnownPrompt | None = None) -> KVCache:
+    """Return a cache that holds `before` [1, n], with room for more positions.
+
+    What is `known` of its first tokens, if anything, is not computed again; an eager pass reads the others.
+    """
+    length = before.shape[1]
+    cache = KVCache(target.num_layers, length + room)
+    if known is not None:
+        known.recall(cache)
+    if cache.length < length:
+        unread = before[:, cache.length :]
+        EagerRunner().run(target.part(list(target.blocks)), unread, cache, cache.length, last_only=True)
+        cache.length = length
     return cache
 
 

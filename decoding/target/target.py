@@ -262,6 +262,10 @@ class Target:
         return self.model.dtype
 
     @property
+    def weight_bytes(self) -> int:
+        return self.model.get_memory_footprint(return_buffers=False)
+
+    @property
     def context_length(self) -> int | None:
         """Maximum number of positions in the model's configuration, or None."""
         return getattr(self.config, "max_position_embeddings", None)

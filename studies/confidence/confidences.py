@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decoding.cache.kv_cache import KVCache
 from decoding.errors import UnsupportedModelError
 from decoding.target import Target
-from decoding.target.states import logit_lens, sublayer_outputs
+from decoding.target.states import cache_after, logit_lens, sublayer_outputs
 from studies.confidence.selection import DTYPES, Form, standardise
 
 ConfidenceName = Literal["sublayer_entropy", "logit_lens_entropy"]
@@ -61,19 +62,21 @@ def joint_scores(
 
 def _read(name: ConfidenceName, target: Target, excerpt: Excerpt) -> np.ndarray:
     device = target.device
-    before = torch.tensor([excerpt.before], device=device) if excerpt.before else None
-    return CONFIDENCES[name](target, torch.tensor([excerpt.window], device=device), before)
+    before, window = (torch.tensor([each], device=device) for each in (excerpt.before, excerpt.window))
+    return CONFIDENCES[name](
+        target, window, cache_after(target, before, len(excerpt.window)) if excerpt.before else None
+    )
 
 
 @torch.inference_mode()
-def sublayer_entropy(target: Target, token_ids: Tensor, before: Tensor | None = None) -> np.ndarray:
+def sublayer_entropy(target: Target, token_ids: Tensor, after: KVCache | None = None) -> np.ndarray:
     """Return the confidences [num_layers, 2] of each block's attention and MLP output, before the residual add [code].
 
     conf(x) = 1 - mean_t H(softmax over the hidden dimension of x_t) / ln d, in float32. A block's confidence is their sum.
-    `token_ids` [1, W] follow `before` [1, n]. Raises UnsupportedModelError for blocks without separate modules.
+    `token_ids` [1, W] follow what the cache holds. Raises UnsupportedModelError for blocks without separate modules.
     """
     try:
-        outputs = sublayer_outputs(target, token_ids, before=before)
+        outputs = sublayer_outputs(target, token_ids, after=after)
     except UnsupportedModelError as cause:
         raise UnsupportedModelError(
             f"{cause}: search this model with `studies: {{conf_layers: {{confidences: [logit_lens_entropy]}}}}`"
@@ -82,12 +85,12 @@ def sublayer_entropy(target: Target, token_ids: Tensor, before: Tensor | None = 
 
 
 @torch.inference_mode()
-def logit_lens_entropy(target: Target, token_ids: Tensor, before: Tensor | None = None) -> np.ndarray:
+def logit_lens_entropy(target: Target, token_ids: Tensor, after: KVCache | None = None) -> np.ndarray:
     """Return the confidences [num_layers, 1]: 1 - H / ln V of the vocabulary distribution after each block.
 
-    After a secondary description of the paper; mean over the W positions of `token_ids` [1, W], which follow `before` [1, n].
+    After a secondary description of the paper; mean over the W positions of `token_ids` [1, W], which follow what the cache holds.
     """
-    lenses = logit_lens(target, token_ids, before=before)
+    lenses = logit_lens(target, token_ids, after=after)
     return np.array([[_certainty(logits)] for logits in lenses], dtype=np.float32)
 
 
@@ -98,7 +101,7 @@ def _certainty(values: Tensor) -> float:
     return float(1.0 - entropy.mean() / np.log(values.shape[-1]))
 
 
-CONFIDENCES: dict[ConfidenceName, Callable[[Target, Tensor, Tensor | None], np.ndarray]] = {
+CONFIDENCES: dict[ConfidenceName, Callable[[Target, Tensor, KVCache | None], np.ndarray]] = {
     "sublayer_entropy": sublayer_entropy,
     "logit_lens_entropy": logit_lens_entropy,
 }

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decoding.cache.kv_cache import KVCache
 from decoding.drafts import BitWidth, Draft, EarlyExit, LayerSkip
 from decoding.errors import UnsupportedModelError
 from decoding.target import BlockView, Target
@@ -27,7 +28,7 @@ from studies.confidence.confidences import CONFIDENCE_NAMES, CONFIDENCES, Confid
 from studies.confidence.selection import DTYPES, Form, growth_cap, select_from_scores, standardise
 from studies.prediction.predictor import Predictor
 from studies.prediction.predictors import Prediction
-from studies.prediction.survey import JoinedSurvey, Survey, Written
+from studies.prediction.survey import JoinedSurvey, Survey
 from studies.space import SkipSet, SkipSpace
 
 Wanted = tuple[SkipSet, str]
@@ -312,10 +313,13 @@ def confident_skips(survey: Survey | JoinedSurvey) -> tuple[dict[tuple[int, ...]
     target = survey.target
     scores: list[tuple[str, Form, np.ndarray]] = []
     remarks = []
-    read = [survey.written[round(at)] for at in np.linspace(0, len(survey.written) - 1, MOST_SEQUENCES)]
-    for name in CONFIDENCE_NAMES if target.num_layers > 2 else ():
+    if target.num_layers < 3:
+        return {}, []
+    chosen = dict.fromkeys(round(at) for at in np.linspace(0, len(survey.indices) - 1, MOST_SEQUENCES))
+    windows = [survey.last_window(index, WINDOW) for index in chosen]
+    for name in CONFIDENCE_NAMES:
         try:
-            scores += [each for written in dict.fromkeys(read) for each in _scores(name, target, written)]
+            scores += [each for token_ids, after in windows for each in _scores(name, target, token_ids, after)]
         except UnsupportedModelError as cause:
             remarks.append(f"no sets of ConfLayers by {name}: {cause}")
     cap = growth_cap(target.config.model_type, target.num_layers)
@@ -328,12 +332,11 @@ def confident_skips(survey: Survey | JoinedSurvey) -> tuple[dict[tuple[int, ...]
     return sets, remarks
 
 
-def _scores(name: ConfidenceName, target: Target, written: Written) -> Iterator[tuple[str, Form, np.ndarray]]:
-    """Yield label, form and scores of one confidence on one sequence: two passes serve both forms."""
-    prompt, continuation = written
-    before, window = [*prompt, *continuation[:-WINDOW]], continuation[-WINDOW:]
-    given = (torch.tensor([list(each)], device=target.device) for each in (window, before))
-    parts = CONFIDENCES[name](target, *given)
+def _scores(
+    name: ConfidenceName, target: Target, token_ids: Tensor, after: KVCache
+) -> Iterator[tuple[str, Form, np.ndarray]]:
+    """Yield label, form and scores of one confidence on one window: a pass serves both forms."""
+    parts = CONFIDENCES[name](target, token_ids, after)
     for form in FORMS:
         confidences = parts.astype(DTYPES[form]).sum(axis=1)
         label = name if form == "published" else f"{name} {form}"

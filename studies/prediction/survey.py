@@ -17,15 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from decoding.cache.known_prompt import KnownPrompt
 from decoding.cache.kv_cache import KVCache
 from decoding.cache.rounds_cache import MemoryLimits, RoundsCache
 from decoding.drafts import Draft, EarlyExit, FeatureHeadDraft, FixedLeaves, LayerSkip
+from decoding.drafts.history import RequestHistory
 from decoding.drafts.trees import MOST_PER_DEPTH
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import DraftView, ExitHead, Target
 from decoding.target.heads import unrolled
-from decoding.target.states import exit_logits, exit_states, last_states
+from decoding.target.states import cache_after, exit_logits, exit_states, last_states
 from decoding.target.views import DraftStatesView
 from decoding.text import TokenSequence
 from studies.prediction.predictors import exits_of, predictor_of
@@ -44,9 +46,6 @@ Guess = Callable[[TokenSequence, int], list[int] | None]
 Exits = Mapping[int, bool]
 """Exit layers; True for those whose states of the prompt are read, too."""
 
-Written = tuple[tuple[int, ...], tuple[int, ...]]
-"""A prompt and its continuation by the target, in token ids."""
-
 
 @dataclass(frozen=True)
 class _Read:
@@ -58,6 +57,7 @@ class _Read:
     """Position of the prefill's token: the first after which a draft would start."""
     continuation: tuple[int, ...]
     target: TargetText
+    known: KnownPrompt | None
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class Survey:
     are skipped. Raises ValueError if none is left. `heads` holds the exit heads. Naming exits that will be recorded as `exits`
     saves a second pass over the sequences, as far as their states fit in `limits.kept`; by default limits follow from the size
     of the model. With `own_keys`, skip sets read keys and values of their own throughout, as an exported copy of the model does.
+    Of prompts that are `known`, only states for heads are computed again.
     """
 
     def __init__(
@@ -92,10 +93,12 @@ class Survey:
         exits: Iterable[Draft] = (),
         limits: MemoryLimits | None = None,
         own_keys: bool = False,
+        known: Mapping[tuple[int, ...], KnownPrompt] = {},
     ) -> None:
         self.target = target
+        self._known = known
         self.own_keys = own_keys
-        self._limits = limits = limits or MemoryLimits.beside(_weight_bytes(target))
+        self._limits = limits = limits or MemoryLimits.beside(target.weight_bytes)
         self._decoding, self._seed, self._heads, self._depth = decoding, seed, heads, depth
         self._recordings: dict[Draft, list[Recording]] = {}
         given = list(zip(prompts, continuations, strict=True))
@@ -121,10 +124,14 @@ class Survey:
         """Mean number of tokens before a recorded position."""
         return sum(text.token_ids.shape[1] - text.target.num_positions / 2 for text in self._texts) / len(self._texts)
 
-    @property
-    def written(self) -> list[Written]:
-        """The surveyed sequences; a continuation begins with the prefill's token."""
-        return [(tuple(text.token_ids[0, : text.first].tolist()), text.continuation) for text in self._texts]
+    @torch.inference_mode()
+    def last_window(self, index: int, size: int) -> tuple[Tensor, KVCache]:
+        """Return the last `size` tokens [1, n] that the target wrote in a sequence, and a cache that has read those before."""
+        text = self._texts[index]
+        token_ids = torch.tensor([text.continuation[-size:]], device=self.target.device)
+        written = torch.tensor([text.continuation[:-size]], dtype=torch.long, device=self.target.device)
+        before = torch.cat([text.token_ids[:, : text.first], written], dim=1)
+        return token_ids, cache_after(self.target, before, token_ids.shape[1], text.known)
 
     def record(self, draft: Draft) -> list[Recording]:
         """Return the recordings of one draft, one per sequence."""
@@ -169,8 +176,17 @@ class Survey:
             yield group
 
     def copies(self, guess: Guess, most: int) -> list[Copies]:
-        """Return, for each position of each sequence, the guess of up to `most` tokens, and how many would be accepted."""
-        return [_copies(text, self._accepted(index), guess, most) for index, text in enumerate(self._texts)]
+        """Return, for each position of each sequence, the guess of up to `most` tokens, and how many would be accepted.
+
+        Earlier sequences of the survey are the history of later ones, if decoding keeps one.
+        """
+        history = RequestHistory(max_tokens=self._decoding.history) if self._decoding.history else None
+        found = []
+        for index, text in enumerate(self._texts):
+            found.append(_copies(text, self._accepted(index), guess, most, history))
+            if history is not None:
+                history.add(text.continuation)
+        return found
 
     def skip_logits(self, draft: LayerSkip) -> Iterator[Tensor]:
         """Yield the logits [positions, vocabulary] of a skip set on each sequence: few sequences' are in memory at a time."""
@@ -245,9 +261,10 @@ class Survey:
         self, prompt: Sequence[int], continuation: Sequence[int], exits: Exits
     ) -> tuple[_Read, Mapping[int, Tensor]]:
         token_ids = torch.tensor([[*prompt, *continuation[:-1]]], device=self.target.device)
-        states, logits = exit_states(self.target, token_ids, _kept_from(exits, len(prompt)), first=len(prompt))
+        first, known = len(prompt), self._known.get(tuple(prompt))
+        states, logits = exit_states(self.target, token_ids, _kept_from(exits, first), first=first, known=known)
         target = TargetText.of(logits[0], self._decoding)
-        return _Read(token_ids, len(prompt), tuple(continuation), target), states
+        return _Read(token_ids, first, tuple(continuation), target, known), states
 
     def _keep_states(self, exits: Exits) -> None:
         wanted = {layer: exits[layer] for layer in sorted(exits) if not self._holds(layer, exits[layer])}
@@ -257,7 +274,8 @@ class Survey:
             self._states = {layer: states for layer, states in self._states.items() if layer in exits}
         passes = []
         for text in self._texts:
-            states, _ = exit_states(self.target, text.token_ids, _kept_from(wanted, text.first), first=text.first)
+            kept_from = _kept_from(wanted, text.first)
+            states, _ = exit_states(self.target, text.token_ids, kept_from, first=text.first, known=text.known)
             passes.append(states)
         self._states |= {layer: _States([states[layer] for states in passes], wanted[layer]) for layer in wanted}
 
@@ -300,7 +318,9 @@ class Survey:
         """Yield the cache of each sequence, read by the target, and the starts of its rounds: one cache at a time."""
         for text in self._texts:
             cache = self.target.new_cache(text.token_ids.shape[1])
-            self.target.forward(text.token_ids, cache, 0, last_only=True)
+            if text.known is not None:
+                text.known.recall(cache)
+            self.target.forward(text.token_ids[:, cache.length :], cache, cache.length, last_only=True)
             yield cache, self._starts(text)
             del cache
 
@@ -335,10 +355,11 @@ class JoinedSurvey:
         """Rounds of the first survey: enough to compare hidden states on."""
         return self._first.rounds
 
-    @property
-    def written(self) -> list[Written]:
-        """The sequences of both surveys."""
-        return [*self._first.written, *self._second.written]
+    def last_window(self, index: int, size: int) -> tuple[Tensor, KVCache]:
+        """See `Survey.last_window`."""
+        num_first = len(self._first.indices)
+        survey, own = (self._first, index) if index < num_first else (self._second, index - num_first)
+        return survey.last_window(own, size)
 
     def record(self, draft: Draft) -> list[Recording]:
         """Return the recordings of one draft; see `Survey.record`."""
@@ -360,9 +381,9 @@ def _kept_from(exits: Exits, first: int) -> dict[int, int]:
     return {layer: 0 if with_prompt else first for layer, with_prompt in exits.items()}
 
 
-def _copies(text: _Read, accepted: Sequence[bool], guess: Guess, most: int) -> Copies:
+def _copies(text: _Read, accepted: Sequence[bool], guess: Guess, most: int, history: RequestHistory | None) -> Copies:
     prompt = text.token_ids[0, : text.first].tolist()
-    held = TokenSequence(prompt, text.token_ids.shape[1] + 1, torch.device("cpu"))
+    held = TokenSequence(prompt, text.token_ids.shape[1] + 1, torch.device("cpu"), history=history)
     copies: list[Guessed | None] = []
     for index, token in enumerate(text.continuation[:-1]):
         held.append([token])
@@ -376,7 +397,3 @@ def _copies(text: _Read, accepted: Sequence[bool], guess: Guess, most: int) -> C
         num_right = agrees.index(False) if False in agrees else len(agrees)
         copies.append(Guessed(num_right, len(guessed)))
     return copies
-
-
-def _weight_bytes(target: Target) -> int:
-    return sum(weight.nbytes for weight in target.model.parameters())

@@ -94,6 +94,7 @@ class ExitLayer(TpeOfRules):
                 seed=problem.seed,
                 heads=problem.heads,
                 exits=self._exits,
+                known=problem.known,
             ),
             problem.costs(settings.max_tokens),
             max_tokens=settings.max_tokens,

@@ -181,6 +181,7 @@ class PoolSurveys:
             heads=problem.heads,
             exits=exits,
             own_keys=problem.own_keys,
+            known=problem.known,
         )
 
 

@@ -87,6 +87,12 @@ class ScriptedBench:
             on_sample(samples[-1])
         return Measurement(samples=tuple(samples))
 
+    def side_by_side(
+        self, candidates: Sequence[Candidate], indices: Sequence[int], on_sample: OnSample = lambda sample: None
+    ) -> list[Measurement]:
+        """See `Measuring.side_by_side`."""
+        return [self.measure(each, indices, on_sample) for each in candidates]
+
     def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:
         """Mark the rule as warmed up by making it persistent."""
         self.warmed_up_on.append(tuple(indices))

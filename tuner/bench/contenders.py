@@ -62,7 +62,8 @@ def _ours(name: str, task: BenchTask) -> Contender:
             name, plain_decoder(decoder.target), task.eos_token_ids, description=f"our own loop without drafts: {how}"
         )
     settings = profile.model_dump(mode="json", include={"draft", "draft_length", "decoding"})
-    return OwnDecoding(name, decoder, task.eos_token_ids, description=how, settings=settings)
+    history = profile.decoding.history
+    return OwnDecoding(name, decoder, task.eos_token_ids, description=how, settings=settings, history=history)
 
 
 def _stock_early_exit(name: str, task: BenchTask) -> Contender:

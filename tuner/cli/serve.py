@@ -122,6 +122,7 @@ def serve(**flags: Any) -> None:
         name,
         limits,
         always_draft=settings.always_draft,
+        history=0 if settings.plain else profile.decoding.history,
         measured=None if in_engine or settings.plain else profile.measured,
     )
 

@@ -249,6 +249,12 @@ class EngineBench(PairedBench):
         contenders = [EngineDecoding(name, program, client) for name, client in clients.items()]
         return self.compete(Interleaved(contenders), indices, show)[DRAFTED]
 
+    def side_by_side(
+        self, candidates: Sequence[Candidate], indices: Sequence[int], on_sample: OnSample = lambda sample: None
+    ) -> list[Measurement]:
+        """Measure candidates one after another: servers of all at once would need the memory of as many models."""
+        return [self.measure(each, indices, on_sample) for each in candidates]
+
     def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:
         """Return the candidate."""
         return candidate

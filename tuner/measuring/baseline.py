@@ -5,9 +5,10 @@ And a pulse: the rate of a model's passes, from a moment of plain decoding, enou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from decoding.cache.known_prompt import KnownPrompt
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.target import Target
@@ -20,6 +21,16 @@ PULSE_TOKENS, WARMING_TOKENS = 6, 2
 """Tokens of a decoding that is timed for a pulse, and of an uncounted one before it."""
 NUM_PULSES = 2
 """Timed decodings, of which the faster counts: one slow moment of a shared machine must not refuse a search."""
+MOST_KNOWN_BYTES = 2**31
+"""Most bytes that what is known of the prompts of a bench may take."""
+
+
+def most_known_bytes(device_type: str, weight_bytes: int) -> int:
+    """Return the bytes that what is known of prompts may take: no more than the weights.
+
+    None on a GPU, which reads a prompt in the time of a few tokens.
+    """
+    return min(MOST_KNOWN_BYTES, weight_bytes) if device_type == "cpu" else 0
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,8 @@ class Baseline:
     """Number of prompts left out because their continuations are shorter than `FEWEST_DECODED`."""
     num_left_over: int = 0
     """Number of prompts left out because they fill no batch."""
+    known: Mapping[tuple[int, ...], KnownPrompt] = field(default_factory=dict)
+    """What the target knows of prompts, so that candidates need not read them again."""
 
     @property
     def indices(self) -> range:
@@ -77,22 +90,30 @@ def decode_baseline(
     *,
     batch_size: int = 1,
     categories: Sequence[str | None] = (),
+    most_known_bytes: int = 0,
     on_progress: Callable[[], None] = lambda: None,
 ) -> Baseline:
     """Decode the prompts plainly and greedily, and keep the ones with continuations long enough to measure.
 
-    `categories` are those of the prompts, if they have any. `on_progress` is called after each prompt. Raises DatasetError if
-    fewer than two batches remain.
+    `categories` are those of the prompts, if they have any. What the target knows of the first prompts stays in memory, up to about
+    `most_known_bytes`. `on_progress` is called after each prompt. Raises DatasetError if fewer than two batches remain.
     """
     plain, lengths = plain_decoder(target), [len(prompt) for prompt in prompts]
     if lengths:  # memory for the longest prompt comes first
         plain.prepare(min(lengths), max(lengths) + ending.max_new_tokens)
     kept: list[tuple[int, tuple[int, ...]]] = []
+    known: dict[tuple[int, ...], KnownPrompt] = {}
+    known_bytes = 0
     for row, prompt in enumerate(prompts):
-        generation = plain.generate(Request(prompt, ending))
+        own = KnownPrompt() if known_bytes < most_known_bytes else None
+        generation = plain.generate(Request(prompt, ending, known=own))
         on_progress()
-        if generation.num_decoded >= FEWEST_DECODED:
-            kept.append((row, generation.tokens))
+        if generation.num_decoded < FEWEST_DECODED:
+            continue
+        kept.append((row, generation.tokens))
+        if own is not None and tuple(prompt) not in known:
+            known[tuple(prompt)] = own
+            known_bytes += own.nbytes
     num_left_over = len(kept) % batch_size
     used = kept[: len(kept) - num_left_over]
     baseline = Baseline(
@@ -104,6 +125,7 @@ def decode_baseline(
         categories=tuple(categories[row] for row, _ in used) if any(categories) else (),
         num_too_short=len(prompts) - len(kept),
         num_left_over=num_left_over,
+        known=known,
     )
     _check_enough(baseline, len(prompts))
     return baseline

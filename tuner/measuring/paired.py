@@ -15,10 +15,12 @@ import torch
 from transformers.generation import TemperatureLogitsWarper, TopPLogitsWarper
 
 from decoding.acceptance import Acceptance, Greedy, Sampling
+from decoding.cache.known_prompt import KnownPrompt
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import CostAwareRule, DraftLengthRule, RoundCosts
 from decoding.drafts import Draft
+from decoding.drafts.history import RequestHistory
 from decoding.head_folder import HeadFolder
 from decoding.losslessness import Comparison, compare
 from decoding.profile import Decoding
@@ -84,13 +86,22 @@ class OwnDecoding:
         settings: Mapping[str, Any] | None = None,
         sampling: SamplingSettings | None = None,
         clock: Clock | None = None,
+        known: Mapping[tuple[int, ...], KnownPrompt] = {},
+        history: int = 0,
     ) -> None:
-        """Decode greedily unless `sampling` is given; `clock` is real time unless given."""
+        """Decode greedily unless `sampling` is given; `clock` is real time unless given.
+
+        The pass over a prompt that is `known` was timed when it was read, and is charged again without being run. A draft that
+        reads a `history` has that many tokens of the answers so far, until a prompt comes again.
+        """
         self.name, self.description, self.settings = name, description, settings or {}
         self.decoder = decoder
-        self._eos, self._sampling = eos_token_ids, sampling
+        self._eos, self._sampling, self._prompts_known = eos_token_ids, sampling, known
         self._clock = clock or WallClock(decoder.target.device)
         self._known: dict[tuple[object, int], Decoded] = {}
+        reads = history > 0 and decoder.draft.reads_history
+        self._history = RequestHistory(max_tokens=history) if reads else None
+        self._answered: set[tuple[int, ...]] = set()
 
     def prepare(self, batches: Sequence[Prompts], max_new_tokens: int) -> None:
         """See `Contender.prepare`: every shape of pass that the batches may need runs once."""
@@ -104,14 +115,19 @@ class OwnDecoding:
         if key in self._known:
             return self._known[key]
         ending = Ending(max_new_tokens, self._eos)
-        greedy = requests = [Request(prompt, ending, Greedy()) for prompt in prompts]
+        greedy = requests = [
+            Request(prompt, ending, Greedy(), known=self._prompts_known.get(tuple(prompt))) for prompt in prompts
+        ]
         if self._sampling is not None:
             requests = self._sampling.requests(greedy, self.decoder.target.device)
+        requests = [replace(each, history=self._history_for(each.prompt)) for each in requests]
         before = seconds_waited()
         recorder = Recorder(self._clock.start(self.decoder.draft), num_sequences=len(requests))
+        prefill_seconds = 0.0
         for sequence, step in self.decoder.batch_steps(requests):
             if isinstance(step, Prefill):
                 recorder.put((step.token,), sequence)
+                prefill_seconds += step.seconds
             else:
                 recorder.put(step.tokens, sequence, step)
         found = recorder.decoded()
@@ -119,12 +135,29 @@ class OwnDecoding:
             found = replace(found, drafting_seconds=None, waited_seconds=0.0)
         elif before is not None:
             found = replace(found, waited_seconds=max(0.0, (seconds_waited() or 0.0) - before))
+        if not self._clock.is_deterministic and self._recalls(requests):
+            found = replace(found, prefill_seconds=prefill_seconds)
         if self._sampling is not None and self.name != PLAIN:  # two sampled sequences cannot be compared
             texts = tuple(each.tokens for each in self.decoder.generate_batch(greedy).generations)
             found = replace(found, texts=texts)
         if self._clock.is_deterministic and self.name == PLAIN:
             self._known[key] = found
+        if self._history is not None and max_new_tokens > WARM_UP_TOKENS:
+            for prompt, text in zip(prompts, found.texts, strict=True):
+                self._answered.add(tuple(prompt))
+                self._history.add(text)
         return found
+
+    def _history_for(self, prompt: Sequence[int]) -> RequestHistory | None:
+        """Return the history; an emptied one for a prompt whose own answer is in it."""
+        if self._history is not None and tuple(prompt) in self._answered:
+            self._history.clear()
+            self._answered.clear()
+        return self._history
+
+    def _recalls(self, requests: Sequence[Request]) -> bool:
+        drafter = self.decoder.drafter
+        return any(each.known is not None for each in requests) and (drafter is None or not drafter.has_head)
 
 
 class Bench(PairedBench):
@@ -183,9 +216,7 @@ class Bench(PairedBench):
 
         `on_sample` receives every sample as soon as it is complete, and may raise to stop.
         """
-        with self._contenders([candidate], indices) as (own,):
-            show = _shown(on_sample)
-            return self.compete(Interleaved([self._plain, own]), indices, show)[own.name]
+        return self.side_by_side([candidate], indices, on_sample)[0]
 
     def side_by_side(
         self, candidates: Sequence[Candidate], indices: Sequence[int], on_sample: OnSample = lambda sample: None
@@ -216,7 +247,15 @@ class Bench(PairedBench):
 
     def _contender(self, name: str, decoder: Decoder) -> OwnDecoding:
         eos = self.baseline.ending.eos_token_ids
-        return OwnDecoding(name, decoder, eos, sampling=self._sampling, clock=self._clock)
+        return OwnDecoding(
+            name,
+            decoder,
+            eos,
+            sampling=self._sampling,
+            clock=self._clock,
+            known=self.baseline.known,
+            history=self.decoding.history,
+        )
 
     def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:
         """Return the candidate with its cost-aware rule warmed up on the prompts at `indices`, costs included.
@@ -306,7 +345,8 @@ class Bench(PairedBench):
         return compare(self.target, self.prompts[row], self.continuations[row], texts[name])
 
     def _greedy_requests(self, index: int) -> list[Request]:
-        return [Request(prompt, self.baseline.ending, Greedy()) for prompt in self.batch(index)]
+        known = self.baseline.known
+        return [Request(prompt, self.baseline.ending, known=known.get(tuple(prompt))) for prompt in self.batch(index)]
 
 
 def _shown(on_sample: OnSample) -> Callable[[Mapping[str, PromptSample]], None]:

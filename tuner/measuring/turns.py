@@ -39,6 +39,11 @@ class Measuring(Protocol):
     def measure(self, candidate: Candidate, indices: Sequence[int], on_sample: OnSample = ...) -> Measurement:
         """Measure a candidate at these indices; `on_sample` receives each sample and may raise to stop."""
 
+    def side_by_side(
+        self, candidates: Sequence[Candidate], indices: Sequence[int], on_sample: OnSample = ...
+    ) -> list[Measurement]:
+        """Measure several candidates at these indices, in turns where they can run in one process."""
+
     def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:
         """Return the candidate with its rule warmed up at these indices, if the rule is adaptive."""
 

@@ -22,7 +22,9 @@ END_SHARE = 0.5
 """Most of the time left that is set aside for race, held-out prompts and results."""
 PLAIN_SHARE = 0.15
 """Most of the time left that plain decoding of the tuning prompts may take, unless fewer prompts would be too few."""
-PAIRED = 2.4
+WARMED = 1.2
+"""Seconds of decoding a sample, over the same without a warm-up."""
+PAIRED = 2 * WARMED
 """Seconds of measuring a candidate as slow as plain decoding, over those of plain decoding: both, and their warm-up."""
 STOCK = 6.0
 """Seconds of comparing with stock generation, over those of plain decoding: two of our decoders, and two slower ones."""
@@ -38,6 +40,15 @@ SHORTEST = "the shortest search with a result (one trial)"
 GRACE = 0.5
 """Share of an expected trial by which a running one may overrun, before it is cut between two prompts."""
 SPENT = "its share of the search time is spent"
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of plain decoding of a sample."""
+
+    first: float = 0.0
+    again: float = 0.0
+    """Without what need not be computed again, of prompts that were read before."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +72,11 @@ class End:
         finalists, raced, held_out = min(2, self.finalists), min(LAP, self.raced), min(LEAST_HELD_OUT, self.held_out)
         return End(finalists, raced, min(1, self.confirmed), held_out, 0, self.beside)
 
-    def seconds(self, plain: float) -> float:
-        """Return the seconds of all parts, where plain decoding of a sample takes `plain` seconds."""
+    def seconds(self, plain: Seconds) -> float:
+        """Return the seconds of all parts, with those of plain decoding of a sample."""
         return sum(self._parts(plain).values()) + self.beside
 
-    def fitted(self, plain: float, seconds: float) -> End:
+    def fitted(self, plain: Seconds, seconds: float) -> End:
         """Return these sizes with the costliest part halved until all fit in `seconds`, or no part is above the `least`."""
         sizes = self
         while sizes.seconds(plain) > seconds:
@@ -78,11 +89,12 @@ class End:
             sizes = replace(sizes, **{name: 0 if name == "stock" and half < LEAST_STOCK else half})
         return sizes
 
-    def _parts(self, plain: float) -> dict[str, float]:
+    def _parts(self, plain: Seconds) -> dict[str, float]:
         """Return the seconds that halving each size would halve."""
-        race = PAIRED * plain * self.finalists * self.raced
-        held_out = plain * self.held_out * (1 + PAIRED * self.confirmed)
-        return {"raced": race / 2, "finalists": race / 2, "held_out": held_out, "stock": STOCK * plain * self.stock}
+        race = WARMED * plain.again * (1 + self.finalists) * self.raced if self.finalists else 0.0
+        held_out = self.held_out * (plain.first + PAIRED * plain.again * self.confirmed)
+        stock = STOCK * plain.first * self.stock
+        return {"raced": race / 2, "finalists": race / 2, "held_out": held_out, "stock": stock}
 
 
 @dataclass
@@ -97,8 +109,7 @@ class Budget:
     """Seconds of this run that do not count, as they were said to come on top."""
     cuts: list[str] = field(default_factory=list)
     """What was done on fewer samples than configured."""
-    plain: float = 0.0
-    """Seconds of plain decoding of a sample, measured."""
+    plain: Seconds = Seconds()
     end: End = End()
     """Race, confirmation and all after them, as configured."""
     of_trial: int = 0
@@ -106,8 +117,8 @@ class Budget:
     unit: str = "prompts"
     """What a sample is, in words."""
 
-    def plan(self, config: SearchConfig, plain: float, beside: float) -> None:
-        """Set the sizes of a search, of which plain decoding of a sample takes `plain` seconds, and the results `beside`."""
+    def plan(self, config: SearchConfig, plain: Seconds, beside: float) -> None:
+        """Set the sizes of a search, with the seconds of plain decoding, and of the results `beside`."""
         self.plain, self.of_trial = plain, config.samples_per_trial
         self.unit = "prompts" if config.batch_size == 1 else "batches"
         held_out = config.held_out_prompts // config.batch_size
@@ -121,7 +132,7 @@ class Budget:
     def tuning_samples(self, wanted: int) -> int:
         """Return how many tuning samples can be decoded plainly in their share of the time, of which the race takes the rest."""
         least, count = min(wanted, self.of_trial + LAP), wanted
-        while count > least and count * self.plain > PLAIN_SHARE * self.left:
+        while count > least and count * self.plain.first > PLAIN_SHARE * self.left:
             count = max(least, count // 2)
         self.cut("tuned", count, wanted, f"tuning {self.unit}")
         self._race_on(count)
@@ -141,12 +152,12 @@ class Budget:
     def least_seconds(self) -> float:
         """Seconds of the shortest search with a result: plain decoding, one trial, race and confirmation."""
         tuning = min(self.end.raced, LAP) + self.of_trial
-        return tuning * self.plain + self.trial_seconds + self.end.least.seconds(self.plain)
+        return tuning * self.plain.first + self.trial_seconds + self.end.least.seconds(self.plain)
 
     @property
     def trial_seconds(self) -> float:
         """Expected seconds of a trial."""
-        return PAIRED * self.plain * self.of_trial
+        return PAIRED * self.plain.again * self.of_trial
 
     def check(self, needed: float, what: str) -> None:
         """Raise `SearchError` with the way to go on if less than `needed` seconds are left for `what`."""
@@ -201,7 +212,7 @@ class Budget:
     def share(self, num_left: int, keep: float) -> Callable[[], bool] | None:
         """Return the `pace` of one of `num_left` candidates, which share what is left beside `keep`; None if that is nothing."""
         left = self.left - keep
-        if left < PAIRED * self.plain * self.end.least.held_out:
+        if left < PAIRED * self.plain.again * self.end.least.held_out:
             return None
         return self.pace(keep=self.left - left / num_left)
 

@@ -17,6 +17,7 @@ from tuner.config import SearchConfig
 from tuner.heads.limits import bytes_per_head, heads_that_fit, shared_bytes
 from tuner.inputs.memory import USABLE, ModelSize, free_bytes, gigabytes, refuse_too_large, size_of_checkpoint
 from tuner.inputs.models import resolve_device
+from tuner.measuring.baseline import most_known_bytes
 from tuner.stage_clock import spoken
 from tuner.tables import facts_grid
 
@@ -65,6 +66,13 @@ class MemoryPlan:
         return NUM_CACHES * self.config.batch_size * self._context * self.size.cache_bytes
 
     @property
+    def known(self) -> int:
+        """Most bytes of what stays known of the tuning prompts and of the held-out ones."""
+        most = most_known_bytes(resolve_device(self.config.device).type, self.size.weight_bytes)
+        numbers = self.config.tuning_prompts, self.config.held_out_prompts
+        return sum(min(most, number * self.prompt_tokens * self.size.cache_bytes) for number in numbers)
+
+    @property
     def heads(self) -> int:
         """Bytes of the exit heads that are loaded at a time."""
         return min(self.num_distilled, MAX_LOADED) * self.size.block_parameters * self.size.dtype.itemsize
@@ -108,7 +116,11 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """Most bytes at a time: the weights, and either distillation or decoding with surveys."""
-        return self.size.weight_bytes + max(self.distillation, self.cache + self.heads + self.quantised + self.survey)
+        return self.size.weight_bytes + max(self.distillation, self._decoding)
+
+    @property
+    def _decoding(self) -> int:
+        return self.cache + self.known + self.heads + self.quantised + self.survey
 
     @property
     def _context(self) -> int:
@@ -165,6 +177,8 @@ def _rows(plan: MemoryPlan) -> Iterator[tuple[str, int, str]]:
     yield "weights", size.weight_bytes, f"{size.num_parameters:,} parameters in {precision}"
     context = f"{plan.prompt_tokens} + {config.max_new_tokens} tokens"
     yield "cache", plan.cache, f"{NUM_CACHES} x {config.batch_size} sequences of {context}"
+    if plan.known:
+        yield "known prompts", plan.known, "what the model knows of tuning and held-out prompts, which it reads once"
     if plan.heads:
         yield (
             "exit heads",

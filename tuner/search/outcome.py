@@ -80,7 +80,9 @@ def profile_of(
         target=target_identity(task.loaded, task.target),
         draft=task.head_folder.copy_beside(candidate.draft, task.config.out) if wins else PlainDecoding(),
         draft_length=candidate.draft_length if wins else Fixed(),
-        decoding=task.decoding,
+        decoding=task.decoding
+        if wins and candidate.draft.reads_history
+        else task.decoding.model_copy(update={"history": 0}),
         measured=_measured(task, winner.measurement, noise, comparison, cost, confirmations) if wins else None,
         provenance=ProfileOrigin(
             created=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -78,10 +78,10 @@ def race(
                 break
             num_laps += 1
             lap = indices[start : start + LAP]
-            for key, each in running.items():
-                measured = pooled([each.measurement, bench.measure(each.candidate, lap)])
-                running[key] = each.model_copy(update={"measurement": measured})
-                progress.advance(len(lap))
+            candidates = [each.candidate for each in running.values()]
+            measured = bench.side_by_side(candidates, lap, lambda sample: progress.advance())
+            for (key, each), own in zip(list(running.items()), measured, strict=True):
+                running[key] = each.model_copy(update={"measurement": pooled([each.measurement, own])})
             dropped = _disqualified(running.values()) or _clearly_slower(list(running.values()))
             out = [*dropped, *out]
             running = {key: each for key, each in running.items() if each not in dropped}

@@ -19,14 +19,14 @@ from studies.contract import Candidate, TrialRecord, TrialState, best_trials
 from tuner.config import SearchConfig
 from tuner.errors import SearchError, TrackingError, without_password
 from tuner.inputs.memory import explained_shortage
-from tuner.measuring.baseline import measure_pulse
+from tuner.measuring.baseline import measure_pulse, most_known_bytes
 from tuner.measuring.machine import wait_until_quiet
 from tuner.measuring.paired import Bench
 from tuner.measuring.turns import Measuring
 from tuner.progress import Progress
 from tuner.results import Provenance
 from tuner.review.document import MeasuredCandidate, SearchResult, StockComparison
-from tuner.search.budget import PAIRED, SHORTEST, WRITING_SECONDS
+from tuner.search.budget import PAIRED, SHORTEST, WRITING_SECONDS, Seconds
 from tuner.search.decision import Confirmations, blocks, confirm, note_cuts, objection, to_confirm
 from tuner.search.engine import EngineArena, arena, heat_seconds
 from tuner.search.missing_heads import distillation_seconds, provide_heads
@@ -133,7 +133,9 @@ def _searched(task: Task, store: StudyStore, tracker: Tracker, progress: Progres
         before, wanted = clock.elapsed, config.tuning_prompts // config.batch_size
         prompts = _first(task.prompts.tuning, budget.tuning_samples(wanted), wanted, config)
         tuning = open_bench(task, prompts, "decoding the tuning prompts plainly", progress)
-        budget.plain = (clock.elapsed - before) / max(1, len(tuning.indices))
+        num_samples, known = max(1, len(tuning.indices)), tuning.baseline.known.values()
+        seconds = (clock.elapsed - before) / num_samples
+        budget.plain = _seconds(task, seconds, sum(each.seconds for each in known) / num_samples)
     studies = StudyRuns(task, heads, tuning, store, tracker, progress)
     try:
         with explained_shortage("choosing what to try", f"{_LESS_TO_SURVEY}; {_kept(config)}"):
@@ -225,14 +227,21 @@ def plan(task: Task) -> float | None:
     config, budget = task.config, task.budget
     prompts = [prompt.token_ids for prompt in task.prompts.tuning]
     pulse = measure_pulse(task.target, prompts, max_new_tokens=config.max_new_tokens, num_sequences=config.batch_size)
-    plain = pulse.prefill_seconds + pulse.token_seconds * (config.max_new_tokens - 1)
+    reads_once = most_known_bytes(task.target.device.type, task.target.weight_bytes) > 0
+    first = pulse.prefill_seconds + pulse.token_seconds * (config.max_new_tokens - 1)
+    plain = _seconds(task, first, pulse.prefill_seconds if reads_once else 0.0)
     beside = (
-        max(WRITING_SECONDS, budget.clock.seconds().get(Stage.WRITING, 0.0)) + NUM_TEXTS / config.batch_size * plain
+        max(WRITING_SECONDS, budget.clock.seconds().get(Stage.WRITING, 0.0)) + NUM_TEXTS / config.batch_size * first
     )
     if task.deployment is not None:
-        beside += heat_seconds(task.deployment.program, PAIRED * plain)
+        beside += heat_seconds(task.deployment.program, PAIRED * first)
     budget.plan(config, plain, beside)
     return distillation_seconds(task, pulse)
+
+
+def _seconds(task: Task, first: float, reading: float) -> Seconds:
+    """Return the seconds of a sample whose prompts take `reading` seconds to read, which an engine does each time."""
+    return Seconds(first, first if task.deployment is not None else first - reading)
 
 
 def _first(prompts: Sequence, count: int, wanted: int, config: SearchConfig) -> Sequence:
@@ -263,7 +272,7 @@ def _race(
     with budget.clock.stage(Stage.RACE):
         bench: Measuring = studies.bench
         if engine is not None:
-            pace = budget.pace(keep=after + PAIRED * budget.plain * LAP * end.finalists)
+            pace = budget.pace(keep=after + PAIRED * budget.plain.first * LAP * end.finalists)
             trials = engine.shortlist(trials, indices, end.finalists, studies.bench, pace)
             bench = engine.bench(studies.bench)
         # In production an adaptive rule is warm: it is warmed up on the prompts of the trials.

@@ -162,6 +162,7 @@ def build_problem(
         continuations=bench.continuations,
         earlier=earlier,
         seed=task.config.seed,
+        known=bench.baseline.known,
         own_keys=task.deployment is not None and not task.deployment.rules.runs_profiles,
         batch_size=bench.batch_size,
         decoding=task.decoding,

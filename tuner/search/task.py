@@ -26,7 +26,7 @@ from tuner.inputs.memory import explained_shortage, gigabytes
 from tuner.inputs.models import Loaded, eos_token_ids, load, target_identity
 from tuner.inputs.prompts import Prompt, PromptSet, check_rows, search_prompts
 from tuner.inputs.rows import open_rows
-from tuner.measuring.baseline import decode_baseline
+from tuner.measuring.baseline import decode_baseline, most_known_bytes
 from tuner.measuring.contender import PriceList, WallClock
 from tuner.measuring.machine import MachineWatch
 from tuner.measuring.paired import MOST_KEPT, Bench
@@ -81,6 +81,7 @@ class Task:
             prefix_reuse=self.config.prefix_reuse,
             runner=runner.name,
             exact_width=runner.exact_width,
+            history=self.config.history,
         )
 
 
@@ -266,6 +267,7 @@ def _identity(config: SearchConfig, model: Fingerprint, prompts: PromptSet, targ
             "prefix_reuse": config.prefix_reuse,
             "runner": target.runner.name,
             "exact_width": target.runner.exact_width,
+            **({"history": config.history} if config.history else {}),
         },
         "batch_size": config.batch_size,
         **({"deploy_to": config.deploy_to} if config.deploy_to else {}),
@@ -274,7 +276,8 @@ def _identity(config: SearchConfig, model: Fingerprint, prompts: PromptSet, targ
 
 def choose_target(model: PreTrainedModel, config: SearchConfig, progress: Progress) -> Target:
     """Return the model with the configured runner, or with the fastest one, and report the choice and the preparation."""
-    name, width = config.runner_on(model.device.type), config.bitwise_width
+    name = config.runner_on(model.device.type, model.get_memory_footprint())
+    width = config.bitwise_width
     if width is not None and not (name != AUTO and has_bit_exact_mode(name)):
         name = bit_exact_runners()[0]
     if name == PLAIN_RUNNER:
@@ -301,7 +304,11 @@ def _wanted_heads(config: SearchConfig, target: Target) -> tuple[int, ...]:
 
 
 def open_bench(task: Task, prompts: Sequence[Prompt], stage: str, progress: Progress) -> Bench:
-    """Decode these prompts plainly and give the bench to measure on; `stage` says which they are."""
+    """Decode these prompts plainly and give the bench to measure on; `stage` says which they are.
+
+    What the model knows of them is kept, so that candidates need not read them again. On a GPU, which reads a prompt in the time of
+    a few tokens, they do.
+    """
     progress.stage(stage, len(prompts))
     baseline = decode_baseline(
         task.target,
@@ -309,6 +316,7 @@ def open_bench(task: Task, prompts: Sequence[Prompt], stage: str, progress: Prog
         Ending(task.config.max_new_tokens, eos_token_ids(task.loaded.model)),
         batch_size=task.config.batch_size,
         categories=[prompt.category for prompt in prompts],
+        most_known_bytes=most_known_bytes(task.target.device.type, task.target.weight_bytes),
         on_progress=progress.advance,
     )
     if baseline.num_too_short:

@@ -16,8 +16,9 @@ from starlette.testclient import TestClient
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import Fixed
-from decoding.drafts import LayerSkip
+from decoding.drafts import LayerSkip, SuffixDraft
 from decoding.serving.app import create_app
+from decoding.serving.protocol import CompletionBody
 from decoding.serving.run import KEY_VARIABLE, ServerError, ServerLimits, api_key_for, new_service, refuse_busy_address
 from decoding.serving.service import Service
 from decoding.text import Ending
@@ -427,3 +428,28 @@ def test_an_address_that_is_taken_is_refused_by_its_port() -> None:
     refuse_busy_address("127.0.0.1", port)
     with pytest.raises(ServerError, match=r"cannot listen on 192\.0\.2\.1"):
         refuse_busy_address("192.0.2.1", port)  # an address of documentation, which no machine has
+
+
+def _num_accepted(client: TestClient) -> float:
+    name = "vllm:spec_decode_num_accepted_tokens_total"
+    (line,) = [line for line in client.get("/metrics").text.splitlines() if line.startswith(name)]
+    return float(line.rsplit(" ", 1)[1])
+
+
+def test_drafts_copy_from_the_earlier_answers_of_the_same_user_alone(service: Service) -> None:
+    target = service.decoding.batch.decoder.target
+    decoder = Decoder(target, SuffixDraft(min_match=2), Fixed(max_tokens=8))
+    tokenizer, limits = service.model.tokenizer, ServerLimits(num_rows=2, max_waiting=8, max_length=64)
+    remembering = new_service(decoder, tokenizer, "tiny", limits, always_draft=True, history=40)
+    with TestClient(create_app(remembering)) as client:
+
+        def accepted(**body: Any) -> float:
+            before = _num_accepted(client)
+            text = _complete(client, max_tokens=24, **body)["choices"][0]["text"]
+            assert text == _text(service, _plain(service, PROMPT, 24))
+            return _num_accepted(client) - before
+
+        first, again, of_other = accepted(user="a"), accepted(user="a"), accepted(user="b")
+        assert first == of_other < again
+        assert accepted() == first, "requests without a user are those of one more"
+    assert new_service(decoder, tokenizer, "tiny", limits).request(CompletionBody(prompt=PROMPT), [1]).history is None

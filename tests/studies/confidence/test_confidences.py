@@ -13,7 +13,7 @@ from transformers import OPTConfig, OPTForCausalLM
 from decoding.errors import UnsupportedModelError
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
-from decoding.target.states import sublayer_outputs
+from decoding.target.states import cache_after, sublayer_outputs
 from studies.confidence.confidences import (
     CONFIDENCE_NAMES,
     CONFIDENCES,
@@ -77,8 +77,11 @@ def test_a_window_is_read_after_the_text_before_it(name: ConfidenceName) -> None
     text = [(3 * index + 1) % 60 for index in range(12)]
     confidence = CONFIDENCES[name]
     alone = confidence(target, torch.tensor([text[8:]]), None)
-    after = confidence(target, torch.tensor([text[8:]]), torch.tensor([text[:8]]))
-    per_position = [confidence(target, torch.tensor([[text[i]]]), torch.tensor([text[:i]])) for i in range(8, 12)]
+    after = confidence(target, torch.tensor([text[8:]]), cache_after(target, torch.tensor([text[:8]]), 4))
+    per_position = [
+        confidence(target, torch.tensor([[text[i]]]), cache_after(target, torch.tensor([text[:i]]), 1))
+        for i in range(8, 12)
+    ]
     assert after == pytest.approx(np.mean(per_position, axis=0), abs=1e-5)
     assert after != pytest.approx(alone, abs=1e-4)
 
@@ -87,13 +90,14 @@ def test_a_window_is_read_after_the_text_before_it(name: ConfidenceName) -> None
 def test_the_static_runner_changes_no_confidence(name: ConfidenceName) -> None:
     text, before = torch.tensor([[5, 9, 2, 7]]), torch.tensor([[1, 4, 3]])
     eager, static = Target(tiny_llama()), Target(tiny_llama(), partial(StaticRunner, compiled=False))
-    expected = CONFIDENCES[name](eager, text, before)
-    assert CONFIDENCES[name](static, text, before) == pytest.approx(expected, abs=1e-6)
+    expected = CONFIDENCES[name](eager, text, cache_after(eager, before, 4))
+    assert CONFIDENCES[name](static, text, cache_after(static, before, 4)) == pytest.approx(expected, abs=1e-6)
 
 
 def test_published_scores_round_each_branch_and_their_sum() -> None:
     target, window, before = tiny_target(), [5, 9, 2, 7], [1, 4, 3]
-    parts = sublayer_entropy(target, torch.tensor([window]), torch.tensor([before])).astype(np.float16)
+    after = cache_after(target, torch.tensor([before]), len(window))
+    parts = sublayer_entropy(target, torch.tensor([window]), after).astype(np.float16)
     values = (parts[:, 0] + parts[:, 1])[1:5]
     expected = (values - values.mean()) / np.float16(float(values.std()) + 1e-6)
     scores = joint_scores("sublayer_entropy", target, [Excerpt(tuple(before), tuple(window))])
@@ -112,7 +116,7 @@ def test_several_excerpts_count_alike() -> None:
     target = tiny_target()
     excerpts = [Excerpt((1, 4, 3), (5, 9)), Excerpt((), (7, 2, 8, 6))]
     parts = [
-        logit_lens_entropy(target, torch.tensor([[5, 9]]), torch.tensor([[1, 4, 3]])),
+        logit_lens_entropy(target, torch.tensor([[5, 9]]), cache_after(target, torch.tensor([[1, 4, 3]]), 2)),
         logit_lens_entropy(target, torch.tensor([[7, 2, 8, 6]])),
     ]
     expected = standardise(np.mean(parts, axis=0)[1:5, 0], "unrounded")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
+from decoding.cache.kv_cache import KVCache
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.target import Target
@@ -21,10 +22,16 @@ from tests.support.tiny import tiny_target
 NUM_LAYERS = 12
 
 
-def surveyed(target: Target, count: int = 4) -> Survey:
-    """Survey `count` sequences, each with a continuation longer than the window."""
+def written(target: Target, count: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return `count` prompts, each with a continuation longer than the window."""
     prompts = [tuple((seed * 11 + index * 5) % 60 + 2 for index in range(6 + seed)) for seed in range(count)]
-    texts = [plain_decoder(target).generate(Request(prompt, Ending(WINDOW + 8))).tokens for prompt in prompts]
+    plain = plain_decoder(target)
+    return [(prompt, plain.generate(Request(prompt, Ending(WINDOW + 8))).tokens) for prompt in prompts]
+
+
+def surveyed(target: Target, count: int = 4) -> Survey:
+    """Survey `count` sequences."""
+    prompts, texts = zip(*written(target, count), strict=True)
     return Survey(target, prompts, texts)
 
 
@@ -46,7 +53,7 @@ def in_context(target: Target, prompt: Sequence[int], continuation: Sequence[int
 def test_confidences_are_read_after_the_prompt_and_all_earlier_tokens() -> None:
     target = tiny_target(NUM_LAYERS)
     survey = surveyed(target, 1)
-    scores = standardise(in_context(target, *survey.written[0]), "unrounded")
+    scores = standardise(in_context(target, *written(target, 1)[0]), "unrounded")
     expected = {tuple(select_from_scores(scores, lam=lam, num_layers=NUM_LAYERS, form="unrounded")) for lam in LAMBDAS}
     sets, _ = confident_skips(survey)
     assert expected - {()} <= sets.keys()
@@ -66,10 +73,9 @@ def test_both_confidences_and_the_whole_range_of_lambda_propose() -> None:
 def test_several_prompts_are_read_but_not_all_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     target, read = tiny_target(NUM_LAYERS), []
 
-    def counted(self: Target, token_ids: torch.Tensor, before: torch.Tensor | None = None) -> object:
-        assert before is not None
-        read.append(tuple(before[0].tolist()))
-        return sublayer_outputs(self, token_ids, before=before)
+    def counted(self: Target, token_ids: torch.Tensor, after: KVCache | None = None) -> object:
+        read.append(tuple(token_ids[0].tolist()))
+        return sublayer_outputs(self, token_ids, after=after)
 
     monkeypatch.setattr("studies.confidence.confidences.sublayer_outputs", counted)
     confident_skips(surveyed(target, 6))

@@ -20,8 +20,10 @@ from decoding.drafts import (
     SuffixDraft,
     SuffixLookup,
 )
+from decoding.drafts.history import RequestHistory
 from decoding.drafts.lookup import CopySettings
 from decoding.profile import Decoding
+from decoding.rounds import Round
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
 from decoding.text import Ending
@@ -94,6 +96,21 @@ def test_rounds_of_a_lookup_alone_are_those_of_decoding(
     assert replayed.rounds == len(rounds)
     assert replayed.cost == pytest.approx(sum(WHOLE.of(step.num_drafted) for step in rounds))
     assert replayed.draft_passes == 0
+
+
+def test_rounds_after_earlier_answers_are_those_of_decoding(target: Target, texts: list[tuple[int, ...]]) -> None:
+    draft, rule, prompts, answers = SuffixDraft(min_match=2), Fixed(max_tokens=4), PROMPTS * 2, texts * 2
+    history, decoder, rounds = RequestHistory(max_tokens=1000), Decoder(target, draft, rule), list[Round]()
+    for prompt in prompts:
+        written = decoder.generate(Request(prompt, Ending(40), history=history))
+        history.add(written.tokens)
+        rounds += written.rounds
+
+    def replayed(decoding: Decoding) -> int:
+        survey = Survey(target, prompts, answers, decoding=decoding)
+        return replay_copies(rule, survey.copies(guess(draft), 4), WHOLE).rounds
+
+    assert replayed(Decoding(history=1000)) == len(rounds) < replayed(Decoding())
 
 
 def test_prediction_of_a_long_rule_does_not_depend_on_earlier_ones(

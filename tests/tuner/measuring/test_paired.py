@@ -25,7 +25,7 @@ from decoding.draft_length import (
     RoundCosts,
     TopProbability,
 )
-from decoding.drafts import LayerSkip, PlainDecoding
+from decoding.drafts import LayerSkip, PlainDecoding, SuffixDraft
 from decoding.head_folder import HeadFolder
 from decoding.losslessness import Comparison
 from decoding.profile import Decoding
@@ -140,6 +140,31 @@ def test_the_exit_heads_own_prefill_is_charged_to_the_candidate(
         assert sample.prefill is not None
         assert (sample.prefill.plain_seconds, sample.prefill.draft_seconds) == (0.0, 5.0)
         assert (sample.prefill.plain_tokens, sample.prefill.draft_tokens) == (1, 1)
+
+
+def test_candidates_do_not_read_a_known_prompt_again_and_are_charged_its_reading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = tiny_target()
+    baseline = decode_baseline(target, PROMPTS, Ending(10), most_known_bytes=1)
+    assert list(baseline.known) == PROMPTS[:1], "the first one fills the memory"
+    baseline = decode_baseline(target, PROMPTS, Ending(10), most_known_bytes=2**20)
+    bench, widths, forward = Bench(target, baseline), list[int](), Target.forward
+
+    def counted(target: Target, token_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        widths.append(token_ids.shape[1])
+        return forward(target, token_ids, *args, **kwargs)
+
+    bench.decoder(CANDIDATES[0])  # tries the skip set on a short text
+    monkeypatch.setattr(Target, "forward", counted)
+    measured = bench.measure(CANDIDATES[0], range(5))
+    assert not widths
+    unknown = Bench(target, dataclasses.replace(baseline, known={}))
+    assert _facts(measured) == _facts(unknown.measure(CANDIDATES[0], range(5)))
+    assert set(map(len, PROMPTS)) <= set(widths)
+    for sample, known in zip(measured.samples, baseline.known.values(), strict=True):
+        assert sample.prefill is not None
+        assert min(sample.prefill.plain_seconds, sample.prefill.draft_seconds) >= known.seconds > 0
 
 
 class ClockOfHeads:
@@ -372,3 +397,19 @@ def test_too_few_prompts_for_two_batches_are_refused_in_one_line() -> None:
     assert "\n" not in str(refused.value)
     with pytest.raises(DatasetError, match="5 of 5 prompts end within 8 tokens"):
         _bench(eos_token_ids=frozenset(range(64)))
+
+
+def test_answers_to_earlier_prompts_are_the_history_of_a_draft_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, seen, steps = _bench(decoding=Decoding(history=25)), list[int | None](), Decoder.batch_steps
+
+    def noted(decoder: Decoder, requests: Sequence[Request]) -> Any:
+        if decoder.drafter is not None and requests[0].ending.max_new_tokens > WARM_UP_TOKENS:
+            seen.append(None if requests[0].history is None else requests[0].history.num_answers)
+        return steps(decoder, requests)
+
+    monkeypatch.setattr(Decoder, "batch_steps", noted)
+    assert bench.measure(Candidate(draft=SuffixDraft(), draft_length=Fixed()), [0, 1, 2, 3, 1]).num_identical == 5
+    assert seen == [0, 1, 2, 2, 0], "two answers of ten tokens fit, and no prompt finds its own"
+    seen.clear()
+    bench.measure(CANDIDATES[0], range(3))
+    assert seen == [None] * 3

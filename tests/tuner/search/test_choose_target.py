@@ -37,10 +37,14 @@ def test_runner_named_by_the_user_is_not_replaced_if_it_cannot_run() -> None:
     assert chosen("bloom", runner=AUTO).runner.name == "eager"
 
 
-@pytest.mark.parametrize(("device", "expected"), [("cpu", "eager"), ("cuda", AUTO)])
-def test_default_runner_depends_on_the_device(device: str, expected: str) -> None:
-    assert SearchConfig(model="m", dataset="d").runner_on(device) == expected
-    assert SearchConfig(model="m", dataset="d", runner="static").runner_on(device) == "static"
+@pytest.mark.parametrize(
+    ("device", "num_bytes", "expected"), [("cpu", 10**6, "eager"), ("cpu", 10**9, AUTO), ("cuda", 10**6, AUTO)]
+)
+def test_default_runner_is_the_faster_one_but_small_models_are_not_compiled_for_a_cpu(
+    device: str, num_bytes: int, expected: str
+) -> None:
+    assert SearchConfig(model="m", dataset="d").runner_on(device, num_bytes) == expected
+    assert SearchConfig(model="m", dataset="d", runner="static").runner_on(device, num_bytes) == "static"
 
 
 def test_fastest_runner_is_taken_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +52,7 @@ def test_fastest_runner_is_taken_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         "tuner.search.task.fastest_runner", lambda model, **settings: SimpleNamespace(target=fastest, reason="faster")
     )
-    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), get_memory_footprint=lambda: 0)
     assert choose_target(on_gpu, SearchConfig(model="m", dataset="d"), Progress()) is fastest
 
 

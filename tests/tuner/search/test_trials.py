@@ -18,7 +18,7 @@ from tests.support.benches import ScriptedBench, first_block
 from tests.support.records import sample
 from tests.support.scripted import Scripted
 from tests.support.stored_trials import stored_trials
-from tuner.search.budget import Budget, TrialTime
+from tuner.search.budget import Budget, Seconds, TrialTime
 from tuner.search.objective import NUM_WARM_UP, Trials
 from tuner.search.storage import StudyStore, sqlite_url
 from tuner.stage_clock import StageClock
@@ -191,7 +191,7 @@ def test_it_ends_after_patience_trials_without_a_better_speedup(
 def test_no_trial_begins_when_the_seconds_are_spent(tmp_path: Path) -> None:
     bench = ScriptedBench(_by_first_block)
     limit = TrialTime(
-        Budget(10.0, StageClock(), spent_before=10.0, plain=1.0, of_trial=1), 0.0, has_result=lambda: True
+        Budget(10.0, StageClock(), spent_before=10.0, plain=Seconds(1.0, 1.0), of_trial=1), 0.0, has_result=lambda: True
     )
     records, ended, _ = _run(tmp_path, [[3]], bench, limit=limit)
     assert records == []
