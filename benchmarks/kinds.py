@@ -1,7 +1,8 @@
 """Each kind of draft alone and combined: predicted and measured speed-ups, memory, and what each kind adds to the others.
 
-Every kind has the setting with the best prediction on the tuning prompts; then a lookup comes before each, and tree branches beside
-the best. All settings and plain decoding continue the held-out prompts in turns, and each output is compared with plain decoding.
+Every kind has the setting with the best prediction on the tuning prompts; then a lookup comes before each, whose copies it may
+check, and tree branches beside the best. All settings and plain decoding continue the held-out prompts in turns, and each output is
+compared with plain decoding.
 With --set category_column=COLUMN every category is a task, and speed-ups are geometric means over the tasks.
 
     python -m benchmarks.kinds --config configs/demo.yaml --set held_out_prompts=12 --only int8 lookup exit --json kinds.json
@@ -22,7 +23,7 @@ import torch
 from benchmarks.results import show, write
 from benchmarks.task import Printed, facts_of, feature_draft, head_drafts, read_config, search_arguments
 from decoding.decoder import Decoder
-from decoding.drafts import BitWidth, Draft, EarlyExit, LayerSkip, PromptLookup, SuffixDraft
+from decoding.drafts import BitWidth, Draft, EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft
 from decoding.head_folder import HeadFolder
 from decoding.kernels.choice import kernel_for
 from decoding.profile import Interval
@@ -40,7 +41,7 @@ from tuner.search.task import Task, open_bench, prepare
 
 SHORTLIST, NUM_QUANTISED = 3, 2
 """Drafts of a family that are predicted on all tuning prompts, and those of them that are tried in each precision."""
-LOOKUP, BRANCHES = "lookup", "branches"
+LOOKUP, BRANCHES, CHECKS = "lookup", "branches", "checks"
 
 
 @dataclass(frozen=True)
@@ -147,18 +148,27 @@ def _chosen(args: Namespace, task: Task, tuning: Baseline, held_out: Baseline) -
             quantised = [draft.having(bits=width) for draft in drafts[:NUM_QUANTISED] if "bits" in draft.takes]
             if quantised and wanted(precise := {*uses, f"int{width}"}):
                 alone.append(best(f"int{width} {name}" if uses else f"int{width}", precise, quantised))
-    after_lookup = [
-        best(f"lookup, {row.name}", {*row.uses, LOOKUP}, lookups_before(whole, [row.candidate.draft], 1))
-        for row in alone
-        if "lookup" in row.candidate.draft.takes and wanted({*row.uses, LOOKUP})
-    ]
-    yield from (*alone, *after_lookup)
+    after_lookup, checking = list[Row](), list[Row]()
+    for row in alone:
+        if "lookup" in row.candidate.draft.takes and wanted({*row.uses, LOOKUP}):
+            found = lookups_before(whole, [row.candidate.draft], 1000)
+            after_lookup.append(
+                best(f"lookup, {row.name}", {*row.uses, LOOKUP}, [each for each in found if not _checks(each)][:1])
+            )
+            if checked := [each for each in found if _checks(each)][:1]:
+                checking.append(best(f"lookup, {row.name} checks", {*row.uses, LOOKUP, CHECKS}, checked))
+    yield from (*alone, *after_lookup, *checking)
     for rows in (alone, after_lookup) if whole.takes_trees and target.checks.takes_trees else ():
         takers = [row for row in rows if "tree" in row.candidate.draft.takes and wanted({*row.uses, BRANCHES})]
         if takers:
             top = max(takers, key=lambda row: row.predicted)
             tree = best_with_tree(whole, top.candidate.draft).draft
             yield best(f"{top.name}, branches", {*top.uses, BRANCHES}, [tree])
+
+
+def _checks(draft: Draft) -> bool:
+    first = draft.parts.lookup
+    return isinstance(first, Lookup) and first.direct_from is not None
 
 
 def families(task: Task, num_skip_sets: int) -> dict[str, Callable[[Predictor], Sequence[Draft]]]:

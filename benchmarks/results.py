@@ -28,7 +28,7 @@ def show(title: str, rows: Sequence[Row]) -> None:
 def _cell(value: object) -> str:
     if value is None:
         return "-"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{value:.3g}" if isinstance(value, float) else f"{value}"  # an interval in two decimals
 
 
 def write(path: Path | None, facts: Row, rows: Sequence[Row] = (), *, device: torch.device | str = "cpu") -> None:

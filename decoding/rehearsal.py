@@ -150,6 +150,7 @@ class Rehearsal:
             self._rehearse_stops(steered)
         if self._looks_up:
             self._rehearse_lookups(self._drafter)
+            self._rehearse_checks(steered)
         self._rehearse_pending(steered)
 
     def _rehearse_lengths(self, drafter: Drafter) -> None:
@@ -178,6 +179,15 @@ class Rehearsal:
             rounds = self._play_all([_Scene(start, (length,)) for start in self._starts(length)], drafter)
             if not any(each.looked_up and each.num_drafted == length for each in rounds):
                 return
+
+    def _rehearse_checks(self, drafter: Drafter) -> None:
+        """Let the drafter check copies of any number of tokens, if it can and may do so."""
+        if self._steering.looks or self._num_rows > 1 or not self._acceptance.is_greedy:
+            return
+        longest = self._steering.max_tokens
+        for width in range(2, longest + 1) if self._is_thorough else sorted({min(2, longest), longest}):
+            scenes = [_Scene(start, (width,)) for start in self._starts(width)]
+            self._play_all(scenes, _Checking(drafter, width - 1))
 
     def _rehearse_pending(self, drafter: Drafter) -> None:
         """Let an exit head catch up with any number of positions, as after rounds that it did not draft in."""
@@ -303,6 +313,28 @@ class _Staged(Drafter):
         )
         sequence.write(draft.num_tokens, leaves.token_ids)
         return replace(draft, leaves=leaves)
+
+    def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
+        return self._drafter.verify(sequence, cache, draft)
+
+
+class _Checking(Drafter):
+    """A drafter that checks a copy of `num_copied` tokens at the beginning of each round, if it can."""
+
+    def __init__(self, drafter: Drafter, num_copied: int) -> None:
+        self._drafter, self._num_copied, self.tree = drafter, num_copied, drafter.tree
+
+    def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
+        return self._drafter.prefill(sequence, cache)
+
+    def draft(
+        self, sequence: TokenSequence, cache: KVCache, controller: Controller, request: Request, limit: int
+    ) -> Proposal:
+        def copy(drafts: Sequence[int], num_tokens: int) -> list[int] | None:
+            return None if drafts else [TOKEN] * min(num_tokens, self._num_copied)
+
+        checked = self._drafter.draft_checking(sequence, cache, controller, limit, copy)
+        return checked or Proposal(0, None)
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         return self._drafter.verify(sequence, cache, draft)

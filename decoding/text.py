@@ -95,9 +95,9 @@ class TokenSequence:
         """Write `token_ids` [n], drafted or chosen by the target, after the sequence and its first `index` drafts."""
         self._memory.write(self.length + index, token_ids)
 
-    def write_drafts(self, tokens: Sequence[int]) -> None:
-        """Write drafts that are known on the host after the sequence."""
-        self._memory.write_from_host(self.length, tokens)
+    def write_drafts(self, tokens: Sequence[int], index: int = 0) -> None:
+        """Write drafts that are known on the host after the sequence and its first `index` drafts."""
+        self._memory.write_from_host(self.length + index, tokens)
 
     def append(self, tokens: Sequence[int]) -> None:
         """Extend the sequence by verified tokens."""

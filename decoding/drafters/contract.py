@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -36,6 +37,10 @@ class Proposal:
     @property
     def num_positions(self) -> int:
         return self.num_tokens + (0 if self.leaves is None else self.leaves.num_leaves)
+
+
+Copy = Callable[[Sequence[int], int], list[int] | None]
+"""Maps the drafts so far and a number of tokens to at most so many tokens that may follow them, or to None."""
 
 
 def check_head_has_read(cache: KVCache) -> None:
@@ -97,6 +102,15 @@ class Drafter:
 
         `controller` decides the number. A drafter that decides by itself returns a proposal that is not `steered`.
         """
+
+    def draft_checking(
+        self, sequence: TokenSequence, cache: KVCache, controller: Controller, limit: int, copy: Copy
+    ) -> Proposal | None:
+        """Draft greedily as `draft` does, but check several tokens of a `copy` in one pass where there is one.
+
+        Returns None, and drafts nothing, if the drafter cannot or if the controller looks at each token.
+        """
+        return None
 
     @abstractmethod
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:

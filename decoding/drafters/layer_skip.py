@@ -6,11 +6,13 @@ first skip: the draft pass leaves their keys, values and output states, and the 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from decoding.acceptance import accept_greedy
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Drafter, Proposal, read_prompt
+from decoding.drafters.contract import Copy, Drafter, Proposal, read_prompt
 from decoding.drafters.propose import propose
 from decoding.drafts import LayerSkip
 from decoding.head_folder import HeadFolder
@@ -78,6 +80,26 @@ class LayerSkipDrafter(Drafter):
             return written
 
         return propose(step, write, sequence, cache, controller, request, limit, states, self.tree)
+
+    def draft_checking(
+        self, sequence: TokenSequence, cache: KVCache, controller: Controller, limit: int, copy: Copy
+    ) -> Proposal | None:
+        """See `Drafter.draft_checking`: a pass yields the copied tokens that the draft would have written, and one more."""
+        if controller.looks_at_drafts or self.tree is not None or cache.company is not None:
+            return None
+        limit, states, drafts = min(limit, controller.limit()), list[Tensor](), list[int]()
+        while len(drafts) < limit:
+            position, num_drafted = cache.length + len(drafts), len(drafts)
+            copied = copy(drafts, limit - num_drafted - 1) or []
+            sequence.write_drafts(copied, num_drafted)
+            token_ids = sequence.span(position, position + 1 + len(copied))
+            outputs = self._view.check(token_ids, cache, position)
+            num_right, token, *_ = sequence.read(accept_greedy(token_ids[0, 1:], outputs.choices))
+            drafts += [*copied[:num_right], token]
+            sequence.write_drafts([token], len(drafts) - 1)
+            if outputs.states is not None:
+                states.append(outputs.states[..., : num_right + 1, :])
+        return Proposal(len(drafts), None, torch.cat(states, dim=-2) if states else None)
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         """Run the target over the last token, the drafts and leaves, from the boundary on if its states are known.

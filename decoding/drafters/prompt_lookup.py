@@ -10,9 +10,10 @@ from torch import Tensor
 
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Drafter, Proposal, read_prompt
+from decoding.drafters.contract import Copy, Drafter, Proposal, read_prompt
 from decoding.drafts import FirstLookup
-from decoding.drafts.lookup import CopySettings
+from decoding.drafts.copies import NgramCopies
+from decoding.drafts.lookup import CopySettings, Lookup
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.runners.contract import Outputs
@@ -62,7 +63,8 @@ class LookupFirst(Drafter):
 
     Rounds drafted by the lookup have up to its own `max_tokens` tokens, and no leaves. The draft-length rule is not asked: its
     threshold or posterior describes the other drafter. The other drafter verifies these rounds too, because a trained head must see
-    every verified position; as copies leave no boundary states, the whole target runs.
+    every verified position; as copies leave no boundary states, the whole target runs. See `Lookup.direct_from` for copies that the
+    other drafter checks.
     """
 
     def __init__(self, fallback: Drafter, lookup: FirstLookup) -> None:
@@ -84,9 +86,17 @@ class LookupFirst(Drafter):
         """Copy, or let the other drafter draft; the controller is asked about its rounds only."""
         tokens = look_up(sequence, min(limit, self._lookup.max_tokens), self._lookup)
         if tokens is None:
-            return self.fallback.draft(sequence, cache, controller, request, limit)
+            checked = None
+            if isinstance(self._lookup, Lookup) and self._lookup.direct_from and request.takes_most_likely:
+                checked = self.fallback.draft_checking(sequence, cache, controller, limit, self._to_check(sequence))
+            return checked or self.fallback.draft(sequence, cache, controller, request, limit)
         sequence.write_drafts(tokens)
         return Proposal(len(tokens), None, looked_up=True, steered=False)
+
+    def _to_check(self, sequence: TokenSequence) -> Copy:
+        index, most = sequence.index(self._lookup), self._lookup.max_tokens
+        assert isinstance(index, NgramCopies), "of a prompt lookup"
+        return lambda drafts, num_tokens: index.copy_after(drafts, min(num_tokens, most)) if num_tokens else None
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         return self.fallback.verify(sequence, cache, draft)

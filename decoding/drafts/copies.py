@@ -37,16 +37,27 @@ class NgramIndex:
 
     def find_last(self) -> int | None:
         """Return the position after the final n-gram's latest earlier occurrence, or None."""
+        return self.find_after(())
+
+    def find_after(self, drafts: Sequence[int]) -> int | None:
+        """Return the same for the final n-gram of the tokens and of `drafts` after them, which are not indexed."""
         self.update()
-        return self._positions.get(tuple(self._token_ids[-self._length :]))
+        own = self._token_ids[-self._length :]
+        return self._positions.get(tuple([*own, *drafts][-self._length :]))
 
 
 class NgramCopies:
-    """Copies of what followed the longest n-gram of `min_ngram` to `max_ngram` tokens at the end of `token_ids`."""
+    """Copies of what followed the longest n-gram of `min_ngram` to `max_ngram` tokens at the end of `token_ids`.
 
-    def __init__(self, token_ids: Sequence[int], *, max_ngram: int, min_ngram: int) -> None:
+    With `direct_from`, n-grams of fewer tokens count only for `copy_after`, whose copies a draft is to check.
+    """
+
+    def __init__(
+        self, token_ids: Sequence[int], *, max_ngram: int, min_ngram: int, direct_from: int | None = None
+    ) -> None:
         self._token_ids = token_ids
         self._longest_first = [NgramIndex(token_ids, length) for length in range(max_ngram, min_ngram - 1, -1)]
+        self._num_direct = max_ngram + 1 - (direct_from or min_ngram)
 
     def update(self) -> None:
         """Read the tokens appended since the last call."""
@@ -61,8 +72,15 @@ class NgramCopies:
         start = self.find()
         return None if start is None else copied(self._token_ids, start, num_tokens)
 
-    def find(self) -> int | None:
+    def copy_after(self, drafts: Sequence[int], num_tokens: int) -> list[int] | None:
+        """Return a copy as `copy` does, after an n-gram of any length at the end of the sequence and of `drafts` that follow it."""
         for index in self._longest_first:
+            if (start := index.find_after(drafts)) is not None:
+                return copied([*self._token_ids, *drafts], start, num_tokens)
+        return None
+
+    def find(self) -> int | None:
+        for index in self._longest_first[: self._num_direct]:
             if (start := index.find_last()) is not None:
                 return start
         return None

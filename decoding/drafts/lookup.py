@@ -121,13 +121,43 @@ class FirstLookup(CopySettings):
 
 
 class Lookup(NgramMatch, FirstLookup):
-    """Prompt lookup before another draft."""
+    """Prompt lookup before another draft, and, with `direct_from`, within it.
+
+    The model verifies copies after long n-grams at once. Those after shorter ones are right too seldom for that: the draft checks
+    them, several tokens in one cheap pass, and goes on after the first that it would not have written itself. A vertical cascade
+    (CAS-Spec, arXiv 2510.26843; ML-SpecQD) of a self-draft.
+    """
 
     method_name: ClassVar[str] = "n-grams"
     max_tokens: MaxCopied = 10
+    direct_from: int | None = Field(
+        None,
+        ge=2,
+        le=LONGEST_NGRAM,
+        exclude_if=lambda length: length is None,
+        description="shortest n-gram whose copy the model verifies at once; the draft checks copies after shorter ones, if it is "
+        "greedy and of fixed length, has no head and decodes one sequence",
+    )
+
+    @model_validator(mode="after")
+    def _both_are_possible(self) -> Self:
+        if self.direct_from is not None and not self.min_ngram < self.direct_from <= self.max_ngram:
+            raise ValueError(
+                f"direct_from must be above min_ngram and at most max_ngram, got {self.direct_from} for {self.match}"
+            )
+        return self
+
+    @property
+    def ngram_lengths(self) -> tuple[int, int]:
+        """Lengths whose copies are verified at once: what engines can do."""
+        return self.max_ngram, self.direct_from or self.min_ngram
+
+    def new_index(self, token_ids: Sequence[int], history: RequestHistory | None = None) -> NgramCopies:
+        return NgramCopies(token_ids, max_ngram=self.max_ngram, min_ngram=self.min_ngram, direct_from=self.direct_from)
 
     def describe(self) -> str:
-        return f"prompt lookup ({self.match}, {self.max_tokens} tokens)"
+        checked = "" if self.direct_from is None else f", below {self.direct_from} checked by the draft"
+        return f"prompt lookup ({self.match}{checked}, {self.max_tokens} tokens)"
 
 
 class SuffixLookup(SuffixMatch, FirstLookup):

@@ -56,6 +56,10 @@ class DraftView:
         """
         return self._target.run(self._part, token_ids, cache, start, last_only=True, looks=looks)
 
+    def check(self, token_ids: Tensor, cache: KVCache, start: int) -> Outputs:
+        """Run `token_ids` [1, width]; the logits [width, vocabulary] are those after each."""
+        return self._target.run(self._part, token_ids, cache, start)
+
     def write(self, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
         """Draft `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`, recording boundary states if kept."""
         return self._target.write_greedily(self._part, token_ids, cache, start, num_tokens)

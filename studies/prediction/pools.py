@@ -33,6 +33,8 @@ SUFFIXES = tuple({"max_spec_factor": factor, "min_token_prob": 0.3} for factor i
 on answers of SmolLM2-135M, and 4 or more on the code of the demo."""
 COPIED = (2, 4, 8)
 """Tokens to copy, of the lookups that are tried before other drafts."""
+CHECKED = tuple((5, fewest, direct) for fewest in (1, 2) for direct in (3, 4))
+"""Longest and shortest n-gram, and the shortest whose copy is verified at once, of the lookups whose copies the draft checks."""
 NUM_WITH_LOOKUPS = 2
 """Number of drafts that lookups are tried before."""
 LEAVES = (1, 2, 4)
@@ -76,6 +78,11 @@ def lookups_before(predictor: Predictor, drafts: Sequence[Draft], count: int) ->
     """Return the first of `drafts` with a lookup before them: the `count` best combinations."""
     tried: list[FirstLookup] = [
         Lookup(max_ngram=most, min_ngram=fewest, max_tokens=copied) for most, fewest in NGRAMS for copied in COPIED
+    ]
+    tried += [
+        Lookup(max_ngram=most, min_ngram=fewest, direct_from=direct, max_tokens=copied)
+        for most, fewest, direct in CHECKED
+        for copied in COPIED
     ]
     tried += [SuffixLookup(**settings, max_tokens=copied) for settings in SUFFIXES for copied in COPIED]
     combined = [

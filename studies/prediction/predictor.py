@@ -12,9 +12,11 @@ from functools import cached_property, partial
 
 from decoding.draft_length import DraftLengthRule, Fixed, RoundCosts, TopProbability
 from decoding.drafters.prompt_lookup import look_up
-from decoding.drafts import Draft, DraftDocument, LayerSkip
+from decoding.drafts import Draft, DraftDocument, FirstLookup, LayerSkip, Lookup
+from decoding.drafts.copies import NgramCopies
 from decoding.lockstep import shared_batch_size
 from decoding.profile import Decoding
+from decoding.text import TokenSequence
 from studies.costs.table import CostTable
 from studies.prediction.predictors import Prediction, predictor_of
 from studies.prediction.replay import (
@@ -130,12 +132,21 @@ class Predictor:
         lookup = None
         if (first := draft.parts.lookup) is not None:
             copies = self._copies_of(first, partial(look_up, source=first), first.max_tokens)
-            lookup = LookupReplay(copies, first.max_tokens, self.whole)
+            lookup = LookupReplay(copies, first.max_tokens, self.whole, self._checked(draft, first))
         lockstep = self._lockstep.of_draft(draft, self._decoding) if self._lockstep else None
         max_drafted = self.survey.target.max_drafted
         leaves = None if tree is None else TreeReplay(tree, not self._decoding.temperature, self.whole)
         replayed = replay(rule, recordings, self.costs(draft), lookup, lockstep, max_drafted=max_drafted, tree=leaves)
         return self._prediction(draft, rule, recordings, replayed)
+
+    def _checked(self, draft: Draft, first: FirstLookup) -> LookupReplay | None:
+        """Return the copies that a draft checks; None if it does not."""
+        if not isinstance(first, Lookup) or first.direct_from is None or self._lockstep is not None:
+            return None
+        if self._decoding.temperature or draft.trained_head is not None or draft.parts.tree is not None:
+            return None
+        copies = self._copies_of((first, "checked"), partial(_look_up_any, source=first), first.max_tokens)
+        return LookupReplay(copies, first.max_tokens, self.whole)
 
     def _prediction(
         self, draft: Draft, rule: DraftLengthRule, recordings: Sequence[Recording], replayed: Replayed
@@ -194,6 +205,12 @@ class Predictor:
         if asked not in self._copies:
             self._copies[asked] = self.survey.copies(guess, asked[1])
         return self._copies[asked]
+
+
+def _look_up_any(sequence: TokenSequence, num_tokens: int, source: Lookup) -> list[int] | None:
+    index = sequence.index(source)
+    assert isinstance(index, NgramCopies), "of a prompt lookup"
+    return index.copy_after((), num_tokens) if num_tokens > 0 else None
 
 
 def _share_right(copies: Sequence[Copies]) -> float:

@@ -227,6 +227,8 @@ class ReplayedRound(NamedTuple):
     num_passes: int
     num_accepted: int
     looked_up: bool = False
+    widening: float = 0.0
+    """Cost of checking several tokens in a draft pass beyond that of single ones, in draft steps."""
     num_leaves: int = 0
     """Side leaves, verified with the drafts by the whole target; none in lockstep, where rounds are chains."""
 
@@ -285,7 +287,8 @@ def cost_unbatched(step: ReplayedRound, costs: RoundCosts, copied: RoundCosts | 
     if step.num_leaves:
         assert copied is not None, "given with a tree"
         return copied.verify_cost(step.num_drafted + step.num_leaves) + step.num_passes * costs.draft_step
-    return costs.of(step.num_drafted) + (step.num_passes - step.num_drafted) * costs.draft_step
+    passes = step.num_passes - step.num_drafted + step.widening
+    return costs.of(step.num_drafted) + passes * costs.draft_step
 
 
 def _cost_of_copy(step: ReplayedRound, costs: RoundCosts, copied: RoundCosts | None) -> float:
@@ -337,6 +340,8 @@ class LookupReplay:
     max_tokens: int
     verify: RoundCosts
     """Costs of passes of the whole target; the draft step is not used."""
+    checked: LookupReplay | None = None
+    """The copies that the draft checks, if it does. Its passes are taken to cost more with their width as the target's do."""
 
     def at(self, text: int, position: int, room: int) -> Guessed | None:
         """Return the copy at a position, of at most `room` tokens, or None if there is none."""
@@ -468,7 +473,11 @@ def _rounds(
         if copy is not None:
             step, leaf = ReplayedRound(copy.num_tokens, 0, copy.num_right, looked_up=True), False
         else:
-            step, leaf = _drafted_round(controller, recording, position, room, tree)
+            checked = None if lookup is None or controller.looks_at_drafts else lookup.checked
+            if checked is not None:
+                step, leaf = _checked_round(controller, recording, text, position, room, checked), False
+            else:
+                step, leaf = _drafted_round(controller, recording, position, room, tree)
         yield step
         position += step.num_accepted + 1 + leaf
 
@@ -490,6 +499,31 @@ def _drafted_round(
     controller.observe(num_drafted, num_accepted)
     num_leaves, found = tree.of_round(recording, position, num_drafted, num_accepted) if tree else (0, False)
     return ReplayedRound(num_drafted, num_passes, num_accepted, num_leaves=num_leaves), found
+
+
+def _checked_round(
+    controller: Controller, recording: Recording, text: int, position: int, room: int, checked: LookupReplay
+) -> ReplayedRound:
+    """Return a round in which the draft checks copies; after its first wrong token it is taken to find none."""
+    limit = min(controller.limit(), room)
+    num_drafted = num_passes = num_right = 0
+    widening = 0.0
+    while num_drafted < limit:
+        is_right = num_right == num_drafted
+        copy = checked.at(text, position + num_drafted, limit - num_drafted - 1) if is_right else None
+        num_copied, num_true = (0, 0) if copy is None else (copy.num_tokens, copy.num_right)
+        num_passes += 1
+        widening += checked.verify.verify_cost(num_copied) / checked.verify.verify_cost(0) - 1
+        num_kept = 0
+        while is_right and recording.matches[position + num_drafted + num_kept]:
+            num_kept += 1
+            if num_kept > num_true:
+                break
+        num_right += num_kept
+        # A pass ends with a token of the draft's own, right after all copied ones that were, or wrong.
+        num_drafted += num_kept if num_kept > num_true else num_kept + 1
+    controller.observe(num_drafted, num_right)
+    return ReplayedRound(num_drafted, num_passes, num_right, widening=widening)
 
 
 def _room(num_left: int, max_drafted: int | None) -> int:

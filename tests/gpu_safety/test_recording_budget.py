@@ -66,6 +66,7 @@ DRAFTS: dict[str, Draft] = {
     "exit": EarlyExit(exit_layer=3),
     "exit with a head": EarlyExit(exit_layer=2, head="head.safetensors", head_sha256="0" * 64),
     "lookup, then skip": LayerSkip(skip_attention=(2,), lookup=Lookup(max_tokens=5)),
+    "skip that checks copies": LayerSkip(skip_attention=(2,), lookup=Lookup(min_ngram=1, direct_from=3, max_tokens=3)),
     "lookup, then exit with a head": EarlyExit(
         exit_layer=2, head="head.safetensors", head_sha256="0" * 64, lookup=Lookup(max_tokens=5)
     ),
@@ -120,7 +121,9 @@ def without_cyclic_collection() -> Iterator[None]:
         gc.enable()
 
 
-@pytest.mark.parametrize("draft", ["skip from the first block", "exit", "lookup, then exit with a head"])
+@pytest.mark.parametrize(
+    "draft", ["skip from the first block", "exit", "skip that checks copies", "lookup, then exit with a head"]
+)
 def test_nothing_is_recorded_while_a_candidate_is_timed(draft: str, workplace: Workplace) -> None:
     """Every third rule with each in turn."""
     for rule in list(RULES)[list(DRAFTS).index(draft) % 3 :: 3]:

@@ -38,6 +38,7 @@ QUANTISED: dict[str, Draft] = {
     "int4, last block": LayerSkip(skip_attention=(NUM_LAYERS - 1,), skip_mlp=(NUM_LAYERS - 1,), bits=4),
     "int8, exit": EarlyExit(exit_layer=3, bits=8),
     "lookup, then int8": LayerSkip(bits=8, lookup=Lookup(max_tokens=4)),
+    "int8 that checks copies": LayerSkip(bits=8, lookup=Lookup(min_ngram=1, direct_from=3, max_tokens=4)),
 }
 WITHOUT_LINEARS = frozenset({"gpt2"})
 """Families whose blocks have no plain linear layer."""

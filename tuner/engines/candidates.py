@@ -118,6 +118,9 @@ class EngineRules:
         """Return the candidate as the engine runs it; raise `ExportError` for one that it cannot run."""
         if not self.runs_profiles:
             return engine_candidate(self.plan(candidate))
+        first = candidate.draft.parts.lookup
+        if isinstance(first, Lookup) and first.direct_from is not None:
+            raise ExportError(f"{self.engine.title} drafts one token at a time: it checks no copies")
         if native_flags(self.profile(candidate), NOWHERE) is None:
             raise ExportError(
                 f"{self.engine.title} does not run {candidate.draft.describe()}; {candidate.draft_length.describe()}"

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from pydantic import ValidationError
 
+from decoding.cache.kv_cache import KVCache
 from decoding.decode import Request, speculative
-from decoding.draft_length import Controller, Decision, DraftDistribution
+from decoding.decoder import Decoder
+from decoding.draft_length import Controller, Decision, DraftDistribution, Fixed
 from decoding.drafters.build import build_drafter
 from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.prompt_lookup import CopyDrafter
@@ -17,7 +20,8 @@ from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup, S
 from decoding.drafts.copies import NgramCopies, copied
 from decoding.profile import Decoding
 from decoding.rounds import Generation, Round
-from decoding.target import Target
+from decoding.runners.contract import Outputs
+from decoding.target import DraftView, Target
 from decoding.text import Ending, TokenSequence
 from tests.support.families import some_tokens, target_of
 from tests.support.generations import check_facts, write_plainly
@@ -26,6 +30,7 @@ from tests.support.grid import RULES
 CPU = torch.device("cpu")
 NUM_NEW_TOKENS = 32
 LOOKUP = Lookup(min_ngram=2, max_tokens=5)
+CHECKED = Lookup(max_ngram=4, min_ngram=1, direct_from=4, max_tokens=5)
 SUFFIXES = SuffixLookup(max_spec_factor=4, min_token_prob=0, max_tokens=5)
 
 
@@ -185,6 +190,8 @@ DRAFTS: dict[str, Draft] = {
     "lookup": PromptLookup(),
     "lookup, then skip": LayerSkip(skip_attention=(2, 3), skip_mlp=(3,), lookup=LOOKUP),
     "lookup, then exit": EarlyExit(exit_layer=3, lookup=LOOKUP),
+    "lookup, skip checks copies": LayerSkip(skip_attention=(2, 3), skip_mlp=(3,), lookup=CHECKED),
+    "lookup, exit checks copies": EarlyExit(exit_layer=3, lookup=CHECKED),
     "suffix automaton": SuffixDraft(),
     "suffix automaton, then skip": LayerSkip(skip_attention=(2, 3), skip_mlp=(3,), lookup=SUFFIXES),
 }
@@ -201,6 +208,43 @@ def test_text_that_repeats_itself_is_the_plain_text(family: str, draft: str) -> 
         assert generation.tokens == plain_text(family), rule
         assert sum(step.num_accepted for step in generation.rounds if step.looked_up) > 2, rule
         assert any(step.num_accepted < step.num_drafted for step in generation.rounds), rule
+
+
+def test_a_draft_checks_copies_after_short_ngrams_in_wide_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, check, widths = target_of("llama"), DraftView.check, list[int]()
+
+    def noted(view: DraftView, token_ids: torch.Tensor, cache: KVCache, start: int) -> Outputs:
+        widths.append(token_ids.shape[1])
+        return check(view, token_ids, cache, start)
+
+    monkeypatch.setattr(DraftView, "check", noted)
+    draft = LayerSkip(skip_attention=(3,), lookup=CHECKED)
+    generation = write(target, build_drafter(target, draft), Controller(4), request_for("llama"))
+    drafted = sum(step.num_drafted for step in generation.rounds if not step.looked_up)
+    assert generation.tokens == plain_text("llama")
+    assert len(widths) < drafted <= sum(widths), "a pass that checks a copy writes several drafts"
+    assert max(widths) == 4
+    widths.clear()
+    of_batch = Decoder(target, draft, Fixed(max_tokens=4)).generate_batch([request_for("llama")] * 2)
+    assert [each.tokens for each in of_batch.generations] == [plain_text("llama")] * 2
+    assert not widths, "sequences in lockstep share passes of one position"
+
+
+def test_copies_that_a_draft_checks_follow_the_drafts_before_them() -> None:
+    copies = NgramCopies([1, 2, 3, 4, 5, 1, 2], max_ngram=3, min_ngram=1, direct_from=3)
+    assert copies.copy(3) is None, "one and two tokens are too few to be verified at once"
+    assert copies.copy_after((), 3) == [3, 4, 5]
+    assert copies.copy_after((3,), 2) == [4, 5]
+    assert copies.copy_after((5,), 4) == [1, 2, 5, 1]
+    assert copies.copy_after((9,), 2) is None
+    assert NgramCopies([1, 2, 3, 4, 1, 2, 3], max_ngram=3, min_ngram=1, direct_from=3).copy(1) == [4]
+
+
+@pytest.mark.parametrize("direct_from", [2, 5])
+def test_direct_copies_are_after_longer_ngrams(direct_from: int) -> None:
+    with pytest.raises(ValidationError, match=f"direct_from must be above min_ngram .* got {direct_from}"):
+        Lookup(max_ngram=4, min_ngram=2, direct_from=direct_from)
+    assert Lookup(max_ngram=4, min_ngram=2, direct_from=3).ngram_lengths == (4, 3), "what an engine copies"
 
 
 def test_end_token_ends_the_text_within_a_copy() -> None:

@@ -98,6 +98,19 @@ def test_rounds_of_a_lookup_alone_are_those_of_decoding(
     assert replayed.draft_passes == 0
 
 
+def test_rounds_in_which_a_draft_checks_copies_equal_decoding(target: Target, texts: list[tuple[int, ...]]) -> None:
+    front = Lookup(max_ngram=4, min_ngram=1, direct_from=3, max_tokens=3)
+    draft, rule, survey = LayerSkip(skip_attention=(2,)), Fixed(max_tokens=4), Survey(target, PROMPTS, texts, depth=4)
+    predictor = Predictor(survey, made_up_costs(target), max_tokens=4)
+    predicted = predictor.predict(draft.having(lookup=front), rule).replayed
+    alone = predictor.predict(draft.having(lookup=front.model_copy(update={"min_ngram": 3, "direct_from": None})), rule)
+    decoder = Decoder(target, draft.having(lookup=front), rule)
+    rounds = [step for prompt in PROMPTS for step in decoder.generate(Request(prompt, Ending(40))).rounds]
+    assert predicted.rounds == alone.replayed.rounds == len(rounds)
+    assert predicted.draft_passes < alone.replayed.draft_passes
+    assert predicted.cost < alone.replayed.cost
+
+
 def test_rounds_after_earlier_answers_are_those_of_decoding(target: Target, texts: list[tuple[int, ...]]) -> None:
     draft, rule, prompts, answers = SuffixDraft(min_match=2), Fixed(max_tokens=4), PROMPTS * 2, texts * 2
     history, decoder, rounds = RequestHistory(max_tokens=1000), Decoder(target, draft, rule), list[Round]()
