@@ -40,7 +40,7 @@ class Proposal:
 
 
 Copy = Callable[[Sequence[int], int], list[int] | None]
-"""Maps the drafts so far and a number of tokens to at most so many tokens that may follow them, or to None."""
+"""Maps the drafts so far and a number of tokens to the tokens that may follow them, not more than that, or to None."""
 
 
 def check_head_has_read(cache: KVCache) -> None:

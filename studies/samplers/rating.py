@@ -22,6 +22,8 @@ NEAR_THE_BEST = 0.85
 """Share of the pool's best predicted speed-up that a skip set must reach to join the pool."""
 HOPELESS = 0.75
 """Share below which the best skip set ends the rating. Moves gain a few per cent, not a third."""
+SHARE_BEHIND = 0.25
+"""Share of its time that rating gets while no set so far is above `HOPELESS`: what is predicted to be faster is measured first."""
 NUM_SURVEYED_AGAIN = 6
 """Number of unlike sets that are surveyed again in each precision, by their estimates: each takes a recording."""
 
@@ -67,9 +69,12 @@ class Rating:
     def rate(self, seconds: float, pool: Sequence[Draft]) -> bool:
         """Rate sets until all calls together have taken `seconds`. Return True if any set was rated.
 
-        With an empty pool, rating goes on until it is under way, whatever the time: there must be something to measure.
+        With an empty pool, rating goes on until it is under way, whatever the time: there must be something to measure. While no
+        set comes near the pool, the calls together get `SHARE_BEHIND` of the time.
         """
         before = self.num_rated
+        if self._is_hopeless(pool):
+            seconds *= SHARE_BEHIND
         must_begin = not pool and not self.is_under_way
         while not self.is_over and ((must_begin and not self.is_under_way) or self._seconds < seconds):
             start = time.perf_counter()

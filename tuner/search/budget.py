@@ -2,8 +2,8 @@
 
 `--timeout` covers everything from the start of the command to the profile, resumed runs included; the time of distilling exit
 heads is on top of it only where it was given a limit of its own. The rate of plain decoding tells what a sample costs. Where not
-everything fits, half of the time goes to trials, and the costliest part of the end is cut in halves. Without a timeout nothing is
-cut.
+everything fits, half of the time goes to trials, and the costliest part of the end is cut, a quarter at a time. Without a timeout
+nothing is cut.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class End:
         return sum(self._parts(plain).values()) + self.beside
 
     def fitted(self, plain: Seconds, seconds: float) -> End:
-        """Return these sizes with the costliest part halved until all fit in `seconds`, or no part is above the `least`."""
+        """Return these sizes with a quarter off the costliest part until all fit in `seconds`, or no part is above the `least`."""
         sizes = self
         while sizes.seconds(plain) > seconds:
             parts = sizes._parts(plain)
@@ -85,12 +85,12 @@ class End:
             if not above:
                 break
             name = max(above, key=lambda each: parts[each])
-            half = max(getattr(self.least, name), getattr(sizes, name) // 2)
-            sizes = replace(sizes, **{name: 0 if name == "stock" and half < LEAST_STOCK else half})
+            fewer = max(getattr(self.least, name), getattr(sizes, name) * 3 // 4)
+            sizes = replace(sizes, **{name: 0 if name == "stock" and fewer < LEAST_STOCK else fewer})
         return sizes
 
     def _parts(self, plain: Seconds) -> dict[str, float]:
-        """Return the seconds that halving each size would halve."""
+        """Return the seconds that go with each size."""
         race = WARMED * plain.again * (1 + self.finalists) * self.raced if self.finalists else 0.0
         held_out = self.held_out * (plain.first + PAIRED * plain.again * self.confirmed)
         stock = STOCK * plain.first * self.stock
@@ -133,7 +133,7 @@ class Budget:
         """Return how many tuning samples can be decoded plainly in their share of the time, of which the race takes the rest."""
         least, count = min(wanted, self.of_trial + LAP), wanted
         while count > least and count * self.plain.first > PLAIN_SHARE * self.left:
-            count = max(least, count // 2)
+            count = max(least, count * 3 // 4)
         self.cut("tuned", count, wanted, f"tuning {self.unit}")
         self._race_on(count)
         return count

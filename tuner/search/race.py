@@ -62,7 +62,7 @@ def race(
 ) -> list[MeasuredCandidate]:
     """Race the candidates of `trials` over the prompts at `indices`, in laps; return them fastest first, then the dropouts.
 
-    Passes are repeated until one candidate leads, or none by more than matters. A candidate whose output differs from plain
+    Passes are repeated until one candidate is left, or none leads by more than matters. A candidate whose output differs from plain
     decoding is disqualified and comes last. `may_go_on` is asked before each lap, and ends the race: all candidates that are left
     have then run the same prompts. The first lap is always run.
     """
@@ -74,7 +74,7 @@ def race(
         progress.stage(name, len(indices) * len(running))
         for start in range(0, len(indices), LAP):
             in_time = may_go_on() or not num_laps
-            if not in_time or not running or (turn and len(running) == 1):
+            if not in_time or not running or (num_laps and len(running) == 1):
                 break
             num_laps += 1
             lap = indices[start : start + LAP]

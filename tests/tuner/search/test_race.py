@@ -70,7 +70,7 @@ def test_clearly_slower_finalists_drop_out_and_rank_last() -> None:
     bench = ScriptedBench(steady(lambda block: {1: 1.5, 2: 1.4, 3: 0.5}[block]))
     ranking = race(racing(3, 1, 2), bench, range(24), Progress())
     assert (numbers(ranking)[0], numbers(ranking)[-1]) == (1, 3)
-    assert samples(ranking)[0] == 24 > samples(ranking)[-1]
+    assert samples(ranking) == [8, 8, 8], "the one that is left need not run on"
 
 
 def test_no_pass_reports_more_than_its_total() -> None:
@@ -103,7 +103,7 @@ def test_near_equals_go_over_the_prompts_again_until_told_apart() -> None:
     assert winner == 2
     assert _passes(lambda block: 1.0 + 0.3 * block, 0.04)[1] == 1
     assert _passes(lambda block: 1.5 / (1 + 1e-4 * block), 0.002)[1] == 1, "those that are alike need not be"
-    assert samples(race(racing(1), ScriptedBench(steady(lambda block: 1.2)), range(4), Progress())) == [4]
+    assert samples(race(racing(1), ScriptedBench(steady(lambda block: 1.2)), range(8), Progress())) == [4], "no race"
 
 
 def test_a_finalist_with_wrong_output_is_out_whatever_its_speed() -> None:
