@@ -51,7 +51,9 @@ def main() -> None:
     folder = (args.json or Path("history.json")).parent
     folder.mkdir(parents=True, exist_ok=True)
     args.dataset = args.dataset or str(templated(folder / "templated.jsonl"))
-    task = prepare(read_config(args, temperature=0.0, tuning_prompts=2, prompts_per_trial=2), Printed())
+    task = prepare(
+        read_config(args, temperature=0.0, tuning_prompts=2, prompts_per_trial=2, held_out_prompts=18), Printed()
+    )
     target, most = task.target, args.max_tokens
     bench = open_bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", Printed())
     draft = LayerSkip(bits=args.bits, lookup=SuffixLookup(max_tokens=most)) if args.bits else SuffixDraft()
