@@ -65,6 +65,7 @@ RANGES: Mapping[str, tuple[float, float, bool]] = MappingProxyType(
     {
         "max_ngram": (1, LONGEST_NGRAM, True),
         "min_ngram": (1, LONGEST_NGRAM, True),
+        "direct_from": (1, LONGEST_NGRAM, True),
         "min_match": (1, LONGEST_NGRAM, True),
         "max_tokens": (1, MOST_COPIED, True),
         "max_spec_factor": (0.25, 64.0, True),
@@ -330,11 +331,17 @@ def _suggest(trial: BaseTrial, prefix: str, document: type[Document]) -> Any:
             values[name] = trial.suggest_float(f"{prefix}.{name}", low, high, log=log)
     if "min_ngram" in values:
         values["max_ngram"] = max(values["max_ngram"], values["min_ngram"])
+    if "direct_from" in values:
+        values["direct_from"] = min(values["direct_from"], values["max_ngram"])
+        if values["direct_from"] <= values["min_ngram"]:  # all copies are verified at once
+            del values["direct_from"]
     return document(**values)
 
 
 def _settings(prefix: str, document: Document) -> Parameters:
     values = {name: getattr(document, name) for name in type(document).model_fields if name in RANGES}
+    if values.get("direct_from", 1) is None:
+        values["direct_from"] = 1
     for name, value in values.items():
         low, high, _ = RANGES[name]
         if not low <= value <= high:
@@ -342,15 +349,19 @@ def _settings(prefix: str, document: Document) -> Parameters:
     return {f"{prefix}.{name}": value for name, value in values.items()}
 
 
-MOST_EXITS = 12
+MOST_EXITS, MOST_PLAIN_EXITS = 12, 16
 
 
 def default_exit_layers(num_layers: int) -> tuple[int, ...]:
     """Return the exits worth a head: the first half of `num_layers`, at most `MOST_EXITS` of them, evenly spread."""
-    deepest = num_layers // 2
-    if deepest <= MOST_EXITS:
+    return _spread(num_layers // 2, MOST_EXITS)
+
+
+def _spread(deepest: int, most: int) -> tuple[int, ...]:
+    """Return the layers from 1 to `deepest`, or `most` of them, evenly spread."""
+    if deepest <= most:
         return tuple(range(1, deepest + 1))
-    return tuple(1 + round(index * (deepest - 1) / (MOST_EXITS - 1)) for index in range(MOST_EXITS))
+    return tuple(1 + round(index * (deepest - 1) / (most - 1)) for index in range(most))
 
 
 DEFAULT_BITS: tuple[BitWidth, ...] = (8,)
@@ -428,9 +439,10 @@ class SpaceSettings(StudySettings):
         return self.trees and target.checks.takes_trees
 
     def exits(self, problem: Problem) -> list[list[EarlyExit]]:
-        """Return the exits to consider: without a head, then with one."""
+        """Return the exits to consider: without a head, at most `MOST_PLAIN_EXITS` that are evenly spread, then with one."""
         num_layers = problem.target.num_layers
-        plain = [EarlyExit(exit_layer=layer) for layer in range(1, num_layers)] if "skip_set" in self.kinds else []
+        layers = _spread(num_layers - 1, MOST_PLAIN_EXITS) if "skip_set" in self.kinds else ()
+        plain = [EarlyExit(exit_layer=layer) for layer in layers]
         wanted = self.wanted_heads(num_layers)
         return [plain, [draft for layer, draft in problem.head_drafts.items() if layer in wanted]]
 

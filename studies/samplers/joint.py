@@ -32,7 +32,7 @@ from studies.prediction.predictor import Predictor
 from studies.prediction.proposals import method_of
 from studies.prediction.survey import JoinedSurvey, Survey
 from studies.samplers.contract import StudySampler, enqueue_in_new, measured_now
-from studies.samplers.rating import Rating
+from studies.samplers.rating import HOPELESS, Rating
 from studies.space import Parameters, Space, SpaceSettings
 
 PREPARING = 0.3
@@ -129,10 +129,23 @@ class PoolSource:
         return with_trees(predictor, drafts) if self.settings.wants_trees(self.problem.target) else []
 
     def _quantised(self, exits: Sequence[Draft], predictor: Predictor) -> list[Draft]:
-        """Return the whole model in the precisions that are useful on this text, and `exits` in these."""
+        """Return the whole model in the precisions that are useful on this text, and `exits` in these.
+
+        Each takes a recording of its own. With a time limit an exit must come near the whole model by its estimate: the recording
+        with the model's own weights, at the costs of quantised ones.
+        """
         precisions = self.precisions(predictor)
-        whole: Sequence[Draft] = [LayerSkip()] if self.rates_skip_sets else []
-        return quantised([*whole, *exits], precisions)
+        whole = quantised([LayerSkip()] if self.rates_skip_sets else [], precisions)
+        least = HOPELESS * max((predictor.best(each).speedup for each in whole), default=0.0)
+        if math.isinf(self.ends_at):
+            least = 0.0
+        near = [
+            lower
+            for each in exits
+            for lower in quantised([each], precisions)
+            if predictor.best_borrowing(lower, each).speedup >= least
+        ]
+        return [*whole, *near]
 
     def precisions(self, predictor: Predictor) -> list[BitWidth]:
         """Return the precisions that are useful on this text; a model that cannot be quantised has no costs of any."""
