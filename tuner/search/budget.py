@@ -86,7 +86,9 @@ class End:
                 break
             name = max(above, key=lambda each: parts[each])
             fewer = max(getattr(self.least, name), getattr(sizes, name) * 3 // 4)
-            sizes = replace(sizes, **{name: 0 if name == "stock" and fewer < LEAST_STOCK else fewer})
+            if name == "stock" and fewer < LEAST_STOCK:  # without it there is room for more of the others
+                return replace(self, stock=0).fitted(plain, seconds)
+            sizes = replace(sizes, **{name: fewer})
         return sizes
 
     def _parts(self, plain: Seconds) -> dict[str, float]:

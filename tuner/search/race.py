@@ -59,17 +59,20 @@ def race(
     indices: Sequence[int],
     progress: Progress,
     may_go_on: Callable[[], bool] = lambda: True,
+    may_repeat: Callable[[], bool] = lambda: True,
 ) -> list[MeasuredCandidate]:
     """Race the candidates of `trials` over the prompts at `indices`, in laps; return them fastest first, then the dropouts.
 
     Passes are repeated until one candidate is left, or none leads by more than matters. A candidate whose output differs from plain
-    decoding is disqualified and comes last. `may_go_on` is asked before each lap, and ends the race: all candidates that are left
-    have then run the same prompts. The first lap is always run.
+    decoding is disqualified and comes last. `may_go_on` is asked before each lap, `may_repeat` before each further pass, and
+    either ends the race: all candidates that are left have then run the same prompts. The first lap is always run.
     """
     running = {trial.candidate.key: MeasuredCandidate.of(trial) for trial in trials}
     out: list[MeasuredCandidate] = []
     num_laps, in_time = 0, True
     for turn in range(MOST_PASSES):
+        if turn and not may_repeat():
+            break
         name = "race of the finalists" + (f", pass {turn + 1}" if turn else "")
         progress.stage(name, len(indices) * len(running))
         for start in range(0, len(indices), LAP):

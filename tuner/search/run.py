@@ -278,7 +278,9 @@ def _race(
         # In production an adaptive rule is warm: it is warmed up on the prompts of the trials.
         of_trial = bench.indices[:num_of_trial]
         warm = [each.model_copy(update={"candidate": bench.warm_up_rule(each.candidate, of_trial)}) for each in trials]
-        finalists = race(warm, bench, indices, progress, may_go_on)
+        # Held-out prompts come before certainty about which of two finalists is a little faster.
+        whole = replace(budget.end, finalists=0, confirmed=1).seconds(budget.plain)
+        finalists = race(warm, bench, indices, progress, may_go_on, lambda: budget.left > whole)
     if not finalists:
         failures = [f"the last failure: {record.reason}" for record in records if record.reason][-1:]
         why = "; ".join(failures or [f"{name}: {reason}" for name, reason in studies.ended.items()])

@@ -106,6 +106,12 @@ def test_near_equals_go_over_the_prompts_again_until_told_apart() -> None:
     assert samples(race(racing(1), ScriptedBench(steady(lambda block: 1.2)), range(8), Progress())) == [4], "no race"
 
 
+def test_a_pass_is_repeated_only_if_there_is_time_for_the_held_out_prompts() -> None:
+    bench = ScriptedBench(scattered(lambda block: 1.0 + 0.02 * block, 0.04))
+    ranking = race(racing(1, 2), bench, range(16), Progress(), may_repeat=lambda: False)
+    assert samples(ranking) == [16, 16]
+
+
 def test_a_finalist_with_wrong_output_is_out_whatever_its_speed() -> None:
     # The first candidate changes the tokens of the second lap.
     speed = {1: 9.0, 2: 1.2, 3: 0.5}
