@@ -51,10 +51,11 @@ class Capabilities:
 
 
 @torch.inference_mode()
-def probe(model: PreTrainedModel) -> Capabilities:
+def probe(model: PreTrainedModel, *, every_part: bool = True) -> Capabilities:
     """Probe `model` with a few tokens of its vocabulary, run whole and in part.
 
-    An unsuitable model is reported in `Capabilities.refusal`, not raised.
+    An unsuitable model is reported in `Capabilities.refusal`, not raised. Without `every_part` only as many blocks are left out
+    as it takes to find a draft, and no sublayers: a draft is checked again before it is used.
     """
     known = {
         "architecture": type(model).__name__,
@@ -68,14 +69,16 @@ def probe(model: PreTrainedModel) -> Capabilities:
     except UnsupportedModelError as refusal:
         return Capabilities(**known, refusal=str(refusal))
     layers = range(target.num_layers)
-    blocks = tuple(i for i in layers if _can_skip(target, [i], [i]))
+    parts = layers if every_part else ()
+    blocks = () if every_part else tuple(i for i in layers[1::2] if _can_skip(target, [i], [i]))
+    blocks = blocks or tuple(i for i in layers if _can_skip(target, [i], [i]))
     boundaries = {1, target.num_layers // 2} & {*range(1, target.num_layers)}
     found = Capabilities(
         **known,
         num_layers=target.num_layers,
         skippable_blocks=blocks,
-        skippable_attention=tuple(i for i in layers if _can_skip(target, [i], [])),
-        skippable_mlp=tuple(i for i in layers if _can_skip(target, [], [i])),
+        skippable_attention=tuple(i for i in parts if _can_skip(target, [i], [])),
+        skippable_mlp=tuple(i for i in parts if _can_skip(target, [], [i])),
         prefix_reuse=bool(boundaries) and not any(find_resume_difference(target, each) for each in boundaries),
     )
     return replace(found, refusal=_find_refusal(target, found))

@@ -46,6 +46,8 @@ def test_everything_in_the_promised_families_can_be_skipped(family: str) -> None
     assert found.refusal is None
     assert (found.skippable_blocks, found.skippable_attention, found.skippable_mlp) == (every, every, every)
     assert found.prefix_reuse
+    fewer = probe(build(family), every_part=False)
+    assert (fewer.refusal, fewer.prefix_reuse, fewer.skippable_blocks) == (None, True, every[1::2])
 
 
 @pytest.mark.parametrize("family", REFUSED)

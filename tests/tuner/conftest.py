@@ -96,10 +96,10 @@ def _found_by_probes() -> dict[object, Capabilities]:
 def probed_once(monkeypatch: pytest.MonkeyPatch, _found_by_probes: dict[object, Capabilities]) -> None:
     """Let the first search of a model probe it: dozens search the same tiny one, and the probe decodes more than a trial."""
 
-    def find(model: PreTrainedModel) -> Capabilities:
-        key = (fingerprint(model), model.dtype, model.config._attn_implementation)
+    def find(model: PreTrainedModel, *, every_part: bool) -> Capabilities:
+        key = (fingerprint(model), model.dtype, model.config._attn_implementation, every_part)
         if key not in _found_by_probes:
-            _found_by_probes[key] = probe(model)
+            _found_by_probes[key] = probe(model, every_part=every_part)
         return _found_by_probes[key]
 
     monkeypatch.setattr("tuner.search.task.probe", find)

@@ -240,7 +240,7 @@ def token_ids(prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
 
 def _with_possible_prefix_reuse(config: SearchConfig, model: PreTrainedModel, progress: Progress) -> SearchConfig:
     """Return `config`, without prefix reuse where model or mode do not allow it; raise if the model is not supported."""
-    capabilities = probe(model)
+    capabilities = probe(model, every_part=False)
     if capabilities.refusal:
         raise UnsupportedModelError(capabilities.refusal)
     if not config.prefix_reuse:

@@ -84,7 +84,7 @@ def run_timed(
 
 def test_a_search_is_refused_ends_in_time_and_goes_on(run_timed: RunTimed) -> None:
     """Four runs one after another, as each begins with what the one before it left: too short, enough, spent, and longer."""
-    with pytest.raises(SearchError, match=r"--timeout 30 s is too short for this model: .* give --timeout 60s"):
+    with pytest.raises(SearchError, match=r"--timeout 30 s is too short for this model: .* give --timeout 50s"):
         run_timed(30)
 
     first, simulated, told = run_timed(60)
@@ -206,6 +206,6 @@ def test_time_that_is_spent_while_loading_is_noticed_at_once(
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr("tuner.search.task.load", slow)
-    monkeypatch.setattr("tuner.search.task.probe", lambda model: pytest.fail("nothing more is tried"))
+    monkeypatch.setattr("tuner.search.task.probe", lambda model, **settings: pytest.fail("nothing more is tried"))
     with pytest.raises(SearchError, match=r"--timeout 30 s is too short for this model: 29 s are spent"):
         prepare(config, Progress(), budget=open_budget(config, StageClock()))
