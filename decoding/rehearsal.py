@@ -22,7 +22,7 @@ from decoding.cache.kv_cache import KVCache
 from decoding.decode import NewCache, ReadPrompt, autoregressive, speculative
 from decoding.draft_length import Controller, Decision, DraftDistribution
 from decoding.drafters.contract import Drafter, Proposal
-from decoding.drafters.prompt_lookup import steered_part
+from decoding.drafters.prompt_lookup import LookupFirst, steered_part
 from decoding.drafts import CandidateTree, Draft
 from decoding.lockstep import decode_in_lockstep
 from decoding.rounds import Prefill, Round
@@ -150,7 +150,8 @@ class Rehearsal:
             self._rehearse_stops(steered)
         if self._looks_up:
             self._rehearse_lookups(self._drafter)
-            self._rehearse_checks(steered)
+            if isinstance(self._drafter, LookupFirst) and self._drafter.checks_copies:
+                self._rehearse_checks(steered)
         self._rehearse_pending(steered)
 
     def _rehearse_lengths(self, drafter: Drafter) -> None:

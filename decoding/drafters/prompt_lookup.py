@@ -70,6 +70,8 @@ class LookupFirst(Drafter):
     def __init__(self, fallback: Drafter, lookup: FirstLookup) -> None:
         self.fallback, self._lookup = fallback, lookup
         self.tree, self.has_head = fallback.tree, fallback.has_head
+        self.checks_copies = isinstance(lookup, Lookup) and lookup.direct_from is not None
+        """True if the other drafter is to check copies after short n-grams."""
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         logits = self.fallback.prefill(sequence, cache)
@@ -87,7 +89,7 @@ class LookupFirst(Drafter):
         tokens = look_up(sequence, min(limit, self._lookup.max_tokens), self._lookup)
         if tokens is None:
             checked = None
-            if isinstance(self._lookup, Lookup) and self._lookup.direct_from and request.takes_most_likely:
+            if self.checks_copies and request.takes_most_likely:
                 checked = self.fallback.draft_checking(sequence, cache, controller, limit, self._to_check(sequence))
             return checked or self.fallback.draft(sequence, cache, controller, request, limit)
         sequence.write_drafts(tokens)
