@@ -26,7 +26,7 @@ from decoding.drafts import (
     SuffixLookup,
 )
 from studies.contract import Candidate, Problem
-from studies.prediction.pools import COPIED, NGRAMS, SUFFIXES
+from studies.prediction.pools import CHECKED, COPIED, NGRAMS, SUFFIXES
 from studies.space import Space, SpaceSettings
 from tests.support.tiny import tiny_target
 
@@ -61,6 +61,7 @@ MODELS: list[Draft] = [
 ]
 FIRST = [
     *(Lookup(max_ngram=most, min_ngram=fewest, max_tokens=copied) for most, fewest in NGRAMS for copied in COPIED),
+    *(Lookup(max_ngram=most, min_ngram=least, direct_from=direct) for most, least, direct in CHECKED),
     *(SuffixLookup(**each, max_tokens=copied) for each in SUFFIXES for copied in (*COPIED, 64)),
 ]
 LEAVES = [FixedLeaves(leaves=9), PublishedLeaves(), SizedLeaves(least_gain=0.0371, max_leaves=5), SizedLeaves()]
