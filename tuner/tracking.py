@@ -127,13 +127,7 @@ class Tracker:
         self._client = client
         self._experiment_id = experiment_id
         self.run_id = run_id
-        self._take_over(nested)
-
-    def _take_over(self, nested: Mapping[TrialKey, Any]) -> None:
-        ids = {key: str(run.info.run_id) for key, run in nested.items()}
-        # A run that is still running belongs to a trial whose logging was killed: it is completed, not skipped.
-        self._begun = {key: ids[key] for key, run in nested.items() if run.info.status == "RUNNING"}
-        self._logged = {key: ids[key] for key in ids.keys() - self._begun.keys()}
+        self._logged = _ended(nested)
 
     @classmethod
     def open(
@@ -176,12 +170,18 @@ class Tracker:
             return cls(client, experiment_id, run.info.run_id, _nested_runs(client, experiment_id, run.info.run_id))
 
     def log_trial(self, record: TrialRecord) -> str:
-        """Log a trial as a nested run, once, and return the run id."""
+        """Log a trial as a nested run, once, and return the run id; to be called under a lock where several processes log."""
         trial = (record.study, str(record.number))
         if trial in self._logged:
             return self._logged[trial]
         with opened_store(self.tracking_uri) as mlflow:
-            run_id = self._begun.get(trial) or self._begin(record)
+            # Another process may have logged it: it takes one that was silent for long for dead.
+            found = _nested_runs(self._client, self._experiment_id, self.run_id, trial)
+            self._logged |= _ended(found)
+            if trial in self._logged:
+                return self._logged[trial]
+            # A run that is still running belongs to a trial whose logging was killed: it is completed.
+            run_id = str(found[trial].info.run_id) if trial in found else self._begin(record)
             metrics = _metrics(mlflow, trial_metrics(record))
             params = [_param(mlflow, key, value) for key, value in trial_params(record).items()]
             self._client.log_batch(run_id, metrics=metrics, params=params)
@@ -191,10 +191,9 @@ class Tracker:
         return run_id
 
     def log_missing(self, records: Iterable[TrialRecord]) -> None:
-        """Log the trials that have no run yet, whichever process made them."""
+        """Log the trials that have no run yet, whichever process made them; to be called under a lock, as `log_trial`."""
         with opened_store(self.tracking_uri):
-            nested = _nested_runs(self._client, self._experiment_id, self.run_id)
-        self._take_over(nested)
+            self._logged |= _ended(_nested_runs(self._client, self._experiment_id, self.run_id))
         for record in records:
             self.log_trial(record)
 
@@ -367,13 +366,18 @@ def _unfinished(client: Any, experiment_id: str, identity: str) -> str | None:
     return str(found[0].info.run_id) if found else None
 
 
-def _nested_runs(client: Any, experiment_id: str, run_id: str) -> dict[TrialKey, Any]:
+def _ended(nested: Mapping[TrialKey, Any]) -> dict[TrialKey, str]:
+    return {key: str(run.info.run_id) for key, run in nested.items() if run.info.status != "RUNNING"}
+
+
+def _nested_runs(client: Any, experiment_id: str, run_id: str, trial: TrialKey | None = None) -> dict[TrialKey, Any]:
+    """Return the runs of all trials, or of one."""
+    wanted = {PARENT_TAG: run_id} | ({} if trial is None else dict(zip((STUDY_TAG, TRIAL_TAG), trial, strict=True)))
+    query = " and ".join(f"tags.`{tag}` = '{value}'" for tag, value in wanted.items())
     nested: dict[TrialKey, Any] = {}
     token = None
     while True:
-        page = client.search_runs(
-            [experiment_id], f"tags.`{PARENT_TAG}` = '{run_id}'", max_results=1000, page_token=token
-        )
+        page = client.search_runs([experiment_id], query, max_results=1000, page_token=token)
         nested |= {(run.data.tags.get(STUDY_TAG, ""), run.data.tags.get(TRIAL_TAG, "")): run for run in page}
         token = page.token
         if not token:

@@ -99,6 +99,14 @@ def test_a_resumed_search_keeps_its_run_and_logs_no_trial_twice(open_tracker: Op
     assert run.data.params == {"seed": "1", "trials": "5"}  # MLflow parameters are immutable: the first values stay
 
 
+def test_a_trial_that_another_process_logged_meanwhile_has_one_run(open_tracker: Open, client: Any) -> None:
+    silent = open_tracker()
+    ending = open_tracker(run_id=silent.run_id)
+    ending.log_missing([record(number=0)])  # it took the process of the trial for dead
+    assert silent.log_trial(record(number=0)) == ending.log_trial(record(number=0))
+    assert len(_nested(client, silent)) == 1
+
+
 @pytest.mark.parametrize("cut_at", ["log_batch", "set_terminated"])
 def test_interrupted_logging_of_a_trial_is_completed_on_resume(
     open_tracker: Open, client: Any, monkeypatch: pytest.MonkeyPatch, cut_at: str

@@ -45,7 +45,7 @@ from tuner.search.outcome import (
 )
 from tuner.search.race import LAP, race, shortlist, unseen_by_trials
 from tuner.search.stock import LATER, compare_with_stock
-from tuner.search.storage import FAILURES, StudyStore, unusable
+from tuner.search.storage import FAILURES, LOGGING, StudyStore, unusable
 from tuner.search.study_trials import StudyRuns
 from tuner.search.task import Task, open_bench
 from tuner.stage_clock import Stage, spoken
@@ -152,7 +152,7 @@ def _ended(task: Task, store: StudyStore, tracker: Tracker, progress: Progress, 
     """Race the finalists of all trials, confirm the best, write the profile and keep the result. One process does this."""
     config, clock, budget = task.config, task.budget.clock, task.budget
     records, confirmations = store.records(), Confirmations(store)
-    with clock.stage(Stage.WRITING):
+    with clock.stage(Stage.WRITING), store.lock(what=LOGGING):
         tracker.log_missing(records)
     with arena(task, studies.bench, progress) as engine:
         with _decoding("the race", config):

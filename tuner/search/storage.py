@@ -43,6 +43,8 @@ RETRY_OF = "retry_of"
 """Attribute of a trial: the trial of a dead process whose parameters it has."""
 RUNS = "run"
 """Notes of a search: when each run of it began and was last heard of, in seconds since 1970."""
+LOGGING = "\0logging"
+"""What is locked while a trial is logged in MLflow; no experiment's name ends with it."""
 FINISHED = "result"
 """Note of an experiment: the result of its last whole run, and the command that gave it."""
 LOCK_SECONDS = 60
@@ -88,12 +90,12 @@ class StudyStore:
         self._storage.engine.dispose()
 
     @contextmanager
-    def lock(self, most_seconds: float | None = None) -> Iterator[None]:
-        """Hold the lock of the experiment, which one process has at a time; wait for it for `most_seconds` at most.
+    def lock(self, most_seconds: float | None = None, *, what: str = "") -> Iterator[None]:
+        """Hold the lock of the experiment, or of `what` in it, which one process has at a time; wait for `most_seconds` at most.
 
         Raises `StorageError` if another process keeps it for longer.
         """
-        key = hashlib.sha256(self.experiment.encode()).hexdigest()[:8]
+        key = hashlib.sha256(f"{self.experiment}{what}".encode()).hexdigest()[:8]
         path, dialect = sqlite_path(self.url), self._storage.engine.dialect.name
         if path is not None:
             held = _file_lock(Path(f"{path}-{key}.lock"), most_seconds)

@@ -23,7 +23,7 @@ from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 from tuner.search.budget import TrialTime
 from tuner.search.objective import Trials
-from tuner.search.storage import CONFIGURATION, StoredStudy, StudyStore
+from tuner.search.storage import CONFIGURATION, LOGGING, StoredStudy, StudyStore
 from tuner.search.task import Task
 from tuner.stage_clock import Stage
 from tuner.tracking import Tracker
@@ -128,7 +128,8 @@ class StudyRuns:
         best = best_trials(records, 1)
         self.task.watch.look()
         with self.task.budget.clock.stage(Stage.WRITING):
-            self.tracker.log_trial(record)
+            with self.store.lock(what=LOGGING):
+                self.tracker.log_trial(record)
             if best:
                 self.tracker.log_history({len(records): {"best_speedup": best[0].speedup or 0.0}})
         self.progress.trial(record, best[0] if best else None)
