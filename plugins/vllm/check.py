@@ -10,7 +10,6 @@ accepted whole.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import os
@@ -43,8 +42,6 @@ LEAST_P = 0.001
 ON_GPU = Path("/proc/driver/nvidia").is_dir()
 clock = time.perf_counter if ON_GPU else time.process_time
 PLAIN, PROFILE, NOTHING_SKIPPED, COPY = "plain", "profile", "nothing skipped", "exported copy"
-LEAST_ACCEPTANCE = 0.95
-"""Share of the acceptance by transformers that an exported copy must have in vLLM."""
 
 
 def variants(profile: DraftProfile) -> Iterator[tuple[str, DraftProfile]]:
@@ -139,15 +136,6 @@ class Engine:
         self.texts += [list(answer.outputs[0].token_ids) for answer in answers]
         self.prompts += [list(answer.prompt_token_ids) for answer in answers]
 
-    def longer(self, num_tokens: int) -> list[list[int]]:
-        """Return the texts with further tokens: vLLM also counts what is accepted after the last token of a request."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(temperature=0, max_tokens=num_tokens)
-        asked = [{"prompt_token_ids": prompt + text} for prompt, text in zip(self.prompts, self.texts, strict=True)]
-        answers = self.llm.generate(asked, params, use_tqdm=False)
-        return [text + list(each.outputs[0].token_ids) for text, each in zip(self.texts, answers, strict=True)]
-
     def gap(self, number: int, other: Sequence[int]) -> float:
         """Return how much less likely the first differing token of another text is than this engine's own, in log-probability."""
         from vllm import SamplingParams
@@ -168,29 +156,6 @@ def pad(rows: int) -> None:
 
     own = SelfDraft._new_passes
     SelfDraft._new_passes = lambda self, runner, size: own(self, runner, size + rows)  # type: ignore[method-assign]
-
-
-def replayed(folder: Path, plain: Engine, length: int) -> float:
-    """Return the acceptance rate that transformers gives an exported draft model on the plain texts, `length` tokens a round."""
-    import torch
-    from transformers import AutoModelForCausalLM, DynamicCache
-
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
-    rounds = accepted = 0
-    for prompt, text, longer in zip(plain.prompts, plain.texts, plain.longer(length), strict=True):
-        whole, cache, at = prompt + longer, DynamicCache(), len(prompt) + 1
-        while at < len(prompt) + len(text):
-            cache.crop(min(cache.get_seq_length(), at - 1))
-            drafted, given = list[int](), whole[cache.get_seq_length() : at]
-            with torch.inference_mode():
-                for _ in range(length):
-                    logits = model(torch.tensor([given]), past_key_values=cache).logits[0, -1]
-                    given = [int(logits.argmax())]
-                    drafted += given
-            right = zip(drafted, whole[at:], strict=False)
-            matching = sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], right))
-            rounds, accepted, at = rounds + 1, accepted + matching, at + matching + 1
-    return accepted / (rounds * length)
 
 
 def speed_up(plain: Sequence[float], own: Sequence[float]) -> tuple[float, float, float]:
@@ -318,12 +283,6 @@ def main() -> int:
             print(f"{size} side by side")
             found[str(size)], different = report(engines, args.tie)
             wrong += different
-            if args.copy:
-                predicted, counts = replayed(args.copy, engines[PLAIN], args.copy_tokens), engines[COPY].counts
-                real = counts["accepted"] / counts["drafted"]
-                found[str(size)][COPY]["acceptance_by_transformers"] = predicted
-                print(f"{COPY}: {real:.1%} accepted, {predicted:.1%} by transformers on the same texts")
-                wrong += real < LEAST_ACCEPTANCE * predicted
     if args.json:
         facts = {"vllm": vllm.__version__, "torch": torch.__version__, "device": device()}
         facts |= {"command": " ".join(sys.argv[1:]), "side_by_side": found}

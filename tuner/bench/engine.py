@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.bench.task import BenchTask, prepare_bench
-from tuner.engines.bench import EngineDecoding
+from tuner.engines.bench import EngineDecoding, write_alone
 from tuner.engines.contract import ServerSettings, find_engine
 from tuner.engines.server import Client, served
+from tuner.export.acceptance import acceptance_rate
 from tuner.export.run import export
 from tuner.export.settings import ExportSettings
 from tuner.measuring.contender import PROFILE
 from tuner.results import public_name
 
 if TYPE_CHECKING:
+    from studies.measurement import Measurement
     from tuner.bench.config import BenchConfig
     from tuner.engines.contract import EngineProgram
     from tuner.export.plan import Plan
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 EXPORT = "export"
 OVER = 8
 """Positions beyond the longest text and its draft."""
+MOST_REPLAYED = 8
+"""Prompts whose drafts transformers makes once more."""
 USUAL_DRAFT = 16
 """Positions for the drafts of the engine's own methods."""
 
@@ -66,6 +70,26 @@ class EngineTask:
         shown = shlex.join(self.shown(flags))
         described = shown or f"{self.program.title} without drafts"
         return EngineDecoding(name, self.program, client, description=described, settings={"flags": shown})
+
+    def acceptance(self, plain: Client, measurement: Measurement, progress: Progress) -> dict[str, float] | None:
+        """Return the share of the export's drafted tokens accepted here, and in transformers; None unless a model drafts alone."""
+        plan, length = self.plan, self.plan.length.num_tokens
+        if (
+            not plan.needs_draft_folder
+            or plan.lookup is not None
+            or plan.threshold is not None
+            or plan.bits is not None
+        ):
+            return None
+        samples = measurement.samples[:MOST_REPLAYED]
+        prompts = [self.task.measured[sample.prompt].token_ids for sample in samples]
+        texts = write_alone(self.program, plain, prompts, self.task.max_new_tokens + length, progress)
+        progress.stage("the same drafts in transformers")
+        drafted = sum(sample.drafted or 0 for sample in samples)
+        return {
+            "engine": sum(sample.accepted for sample in samples) / drafted if drafted else 0.0,
+            "transformers": acceptance_rate(plan.draft, prompts, texts, length, dtype=plan.dtype),
+        }
 
     def shown(self, flags: Sequence[str]) -> tuple[str, ...]:
         """Return flags without this machine's folders."""

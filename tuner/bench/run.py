@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from tuner.bench.engine import EngineTask, engine_task
 from tuner.bench.report import TABLE_WIDTH, BenchResult, bench_json, bench_table, units_of
 from tuner.bench.task import BenchTask, prepare_bench, token_ids
 from tuner.errors import DatasetError, EngineError
+from tuner.export.acceptance import LEAST
+from tuner.export.losses import LOSSES
 from tuner.fields import BITWISE
 from tuner.measuring.baseline import FEWEST_DECODED, Baseline
 from tuner.measuring.comparison import FEWEST_SAMPLES, Compared
@@ -94,12 +96,23 @@ def _run_in_engine(engine: EngineTask, progress: Progress) -> BenchResult:
                 continue
             contenders = {**turns.running, **contenders}
             everything = {**found, **everything}
+        acceptance = engine.acceptance(plain, everything[PROFILE], progress)
     others = sorted((name for name in everything if name not in ALWAYS), key=lambda name: -everything[name].speedup)
     ordered = {name: everything[name] for name in (*ALWAYS, *others)}
-    result = _result(task, contenders, ordered, left_out, engine.facts())
+    facts = engine.facts() | {"export_acceptance": acceptance}
+    result = _result(task, contenders, ordered, left_out, facts)
     return replace(
-        result, engine=f"{engine.program.title} ({engine.version})", remarks=(*engine.remarks, *result.remarks)
+        result,
+        engine=f"{engine.program.title} ({engine.version})",
+        remarks=(*engine.remarks, *_of_acceptance(engine, acceptance), *result.remarks),
     )
+
+
+def _of_acceptance(engine: EngineTask, found: Mapping[str, float] | None) -> Iterator[str]:
+    if found is not None:
+        title, real, wanted = engine.program.title, found["engine"], found["transformers"]
+        why = "" if real >= LEAST * wanted else f": {title} does not run the draft that was tuned; {LOSSES} may say why"
+        yield f"{title} accepts {real:.1%} of the export's drafted tokens, transformers {wanted:.1%} on the same texts{why}"
 
 
 def _compete(

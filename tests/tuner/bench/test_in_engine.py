@@ -63,6 +63,8 @@ def test_the_export_is_measured_against_the_engines_plain_decoding(
         24,
         16,
     )
+    assert document["export_acceptance"]["engine"] == pytest.approx(16 / 24)
+    assert document["export_acceptance"]["transformers"] < 0.5, "the stand-in's texts are not the model's"
     assert (profile["identical"], profile["texts"]) == (4, 4)
     assert profile["end_to_end"]["over_plain"]["value"] < 2.0
     flags = document["contenders"]["n-grams"]["settings"]["flags"]
@@ -74,6 +76,7 @@ def test_the_export_is_measured_against_the_engines_plain_decoding(
     assert "llama.cpp (11434 (abc)). Decode phase" in table
     assert "2.00 [2.00, 2.00]" in table
     assert "pre-tokenizer" in table
+    assert "llama.cpp accepts 66.7% of the export's drafted tokens" in " ".join(table.split())
     assert re.search(r"^n-grams +--spec-type ngram-simple", table, re.MULTILINE)
     assert re.search(r"^ broken +left out", table, re.MULTILINE)
     verdict = " ".join(table[table.index("verdict") :].split())
