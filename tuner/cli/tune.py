@@ -47,7 +47,8 @@ def tune(**flags: Any) -> None:
     of tokens, or none where plain decoding is faster.
 
     A few servers are enough: what a lookup does on a text is known without decoding it, and costs are fitted to what was measured.
-    The chosen settings are then measured on other prompts, in turns with plain decoding, every text compared.
+    The chosen settings are then measured on other prompts, in turns with plain decoding, every text compared. The same command goes
+    on after a kill.
 
     \b
     Examples:

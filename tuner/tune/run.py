@@ -49,7 +49,6 @@ def run_and_write(config: TuneConfig, *, progress: Progress) -> tuple[Renderable
     with tune_task(config, progress) as task:
         found = tune(task, progress)
     shown = tuned_table(found)
-    config.out.mkdir(exist_ok=True)
     write_result(config.out, f"{NAME}.txt", plain_text(shown))
     write_result(config.out, f"{NAME}.json", json.dumps(tuned_json(found), indent=1))
     wrong = f"{found.num_different} texts differ from {task.program.title}'s own plain decoding"
@@ -57,11 +56,11 @@ def run_and_write(config: TuneConfig, *, progress: Progress) -> tuple[Renderable
 
 
 def tune(task: TuneTask, progress: Progress) -> Tuned:
-    """Find the fastest settings, and measure them on the held-out prompts.
+    """Find the fastest settings, and measure them on the held-out prompts. What an earlier run measured is not measured again.
 
     Raises `EngineError` if the engine runs no draft.
     """
-    version, began = task.program.version(), time.monotonic()
+    version, began = task.program.version(), time.monotonic() - task.kept.seconds
     with task.server(PLAIN, (), progress) as plain:
         crowd = task.crowd(plain.client, task.prompts.tuning, progress)
         if (written := sum(map(len, crowd.alone))) < FEWEST_DECODED * len(crowd.alone):
@@ -88,6 +87,7 @@ def tune(task: TuneTask, progress: Progress) -> Tuned:
             if found is None:
                 raise EngineError(f"{name} does not run: {task.failed[name]}")
             confirmed |= found
+    task.kept.discard()
     return Tuned(
         config=task.config,
         program=task.program,
@@ -196,10 +196,18 @@ def _measure(
     loads: Iterable[int],
     progress: Progress,
 ) -> dict[int, LoadFigures] | None:
-    try:
-        with task.server(name, flags, progress) as drafted:
-            return {number: crowd.measure(plain, drafted, number, progress) for number in loads}
-    except EngineError as cause:
-        task.failed[name] = str(cause)
-        progress.say(f"{name}: {cause}")
-        return None
+    found = {number: figures for number in loads if (figures := task.kept.get(crowd, flags, number)) is not None}
+    if missing := [number for number in loads if number not in found]:
+        try:
+            with task.server(name, flags, progress) as drafted:
+                for number in missing:
+                    began = time.monotonic()
+                    found[number] = crowd.measure(plain, drafted, number, progress)
+                    task.kept.keep(crowd, flags, found[number], time.monotonic() - began)
+        except EngineError as cause:
+            task.failed[name] = str(cause)
+            progress.say(f"{name}: {cause}")
+            return None
+    else:
+        task.num_started += 1  # it was, earlier
+    return found

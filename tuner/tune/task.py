@@ -23,6 +23,7 @@ from tuner.export.settings import ExportSettings
 from tuner.inputs.held_out import find_prompts
 from tuner.inputs.models import auto_dtype, load, load_text_config, load_tokenizer
 from tuner.measuring.comparison import FEWEST_SAMPLES
+from tuner.tune.kept import KeptMeasurements
 
 if TYPE_CHECKING:
     from tuner.engines.methods import Method
@@ -51,6 +52,7 @@ class TuneTask:
     target: Callable[[], Target]
     settings: ServerSettings
     logs: Path
+    kept: KeptMeasurements
     num_started: int = 0
     failed: dict[str, str] = field(default_factory=dict)
     """Drafts that the engine did not run, with its reasons."""
@@ -115,7 +117,16 @@ def tune_task(config: TuneConfig, progress: Progress) -> Iterator[TuneTask]:
             methods = program.profile_methods(plan, config.profile)
         for remark in remarks:
             progress.say(remark)
-        yield TuneTask(config, program, profile, model, methods, prompts, target, settings, out)
+        kept = _kept(config, program, prompts, out)
+        if kept:
+            progress.say(f"going on from {len(kept)} measurements in {config.out}")
+        yield TuneTask(config, program, profile, model, methods, prompts, target, settings, out, kept)
+
+
+def _kept(config: TuneConfig, program: EngineProgram, prompts: PromptSet, hidden: Path) -> KeptMeasurements:
+    settings = config.model_dump(mode="json", exclude={"out", "further_servers"})
+    identity = {"settings": settings, "prompts": prompts.fingerprint, "engine": program.version()}
+    return KeptMeasurements(config.out, identity, hidden=str(hidden))
 
 
 def _model_of(config: TuneConfig, profile: DraftProfile | None) -> tuple[str, str | None]:

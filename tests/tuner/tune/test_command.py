@@ -16,6 +16,7 @@ from tests.support.profiles import save_profile
 from tests.support.refusals import refused
 from tests.support.tiny import write_tiny_prompts
 from tuner.cli.main import main
+from tuner.engines.bench import Crowd, EngineDecoding, LoadFigures
 
 Tune = Callable[..., Result]
 SKIP = LayerSkip.blocks((2, 3))
@@ -60,6 +61,33 @@ def test_a_draft_model_is_measured_at_two_lengths_first(tune: Tune) -> None:
     assert done.exit_code == 0, done.output
     settings = [each["setting"] for each in _document()["tried"]]
     assert {"draft model, 8 tokens", "draft model, 2 tokens"} <= set(settings)
+
+
+def test_a_killed_tuning_goes_on_and_a_finished_one_measures_anew(tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, measured, killed_after = Crowd.measure, list[str](), 2
+
+    def counted(crowd: Crowd, plain: EngineDecoding, drafted: EngineDecoding, *rest: Any) -> LoadFigures:
+        if len(measured) == killed_after:
+            raise KeyboardInterrupt
+        measured.append(drafted.name)
+        return measure(crowd, plain, drafted, *rest)
+
+    monkeypatch.setattr(Crowd, "measure", counted)
+    flags = ("--draft-model", "small.gguf")
+    assert tune(*flags).exit_code != 0
+    before, killed_after = list(measured), -1
+    with Path("tune/measured.jsonl").open("a") as file:
+        file.write('{"key": "cut off')
+    measured.clear()
+    done = tune(*flags)
+    assert done.exit_code == 0, done.output
+    assert "going on from 2 measurements" in done.output
+    tried = [each["setting"] for each in _document()["tried"]]
+    assert tried[:2] == before, "those of the killed run are among the result's"
+    assert measured[: len(tried) - 2] == tried[2:], "nothing is measured twice; then comes the confirmation"
+    measured.clear()
+    assert tune(*flags).exit_code == 0
+    assert measured[:2] == before, "a finished tuning is not gone on with"
 
 
 def test_a_draft_that_does_not_start_is_named_and_left_out(tune: Tune) -> None:
