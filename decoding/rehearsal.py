@@ -150,7 +150,7 @@ class Rehearsal:
             self._rehearse_stops(steered)
         if self._looks_up:
             self._rehearse_lookups(self._drafter)
-            if isinstance(self._drafter, LookupFirst) and self._drafter.checks_copies:
+            if isinstance(self._drafter, LookupFirst) and self._drafter.lookup.checks_copies:
                 self._rehearse_checks(steered)
         self._rehearse_pending(steered)
 

@@ -13,7 +13,7 @@ from decoding.draft_length import Controller
 from decoding.drafters.contract import Copy, Drafter, Proposal, read_prompt
 from decoding.drafts import FirstLookup
 from decoding.drafts.copies import NgramCopies
-from decoding.drafts.lookup import CopySettings, Lookup
+from decoding.drafts.lookup import CopySettings
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.runners.contract import Outputs
@@ -68,14 +68,12 @@ class LookupFirst(Drafter):
     """
 
     def __init__(self, fallback: Drafter, lookup: FirstLookup) -> None:
-        self.fallback, self._lookup = fallback, lookup
+        self.fallback, self.lookup = fallback, lookup
         self.tree, self.has_head = fallback.tree, fallback.has_head
-        self.checks_copies = isinstance(lookup, Lookup) and lookup.direct_from is not None
-        """True if the other drafter is to check copies after short n-grams."""
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         logits = self.fallback.prefill(sequence, cache)
-        sequence.index(self._lookup).update()
+        sequence.index(self.lookup).update()
         return logits
 
     def prefill_target(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
@@ -86,17 +84,17 @@ class LookupFirst(Drafter):
         self, sequence: TokenSequence, cache: KVCache, controller: Controller, request: Request, limit: int
     ) -> Proposal:
         """Copy, or let the other drafter draft; the controller is asked about its rounds only."""
-        tokens = look_up(sequence, min(limit, self._lookup.max_tokens), self._lookup)
+        tokens = look_up(sequence, min(limit, self.lookup.max_tokens), self.lookup)
         if tokens is None:
             checked = None
-            if self.checks_copies and request.takes_most_likely:
+            if self.lookup.checks_copies and request.takes_most_likely:
                 checked = self.fallback.draft_checking(sequence, cache, controller, limit, self._to_check(sequence))
             return checked or self.fallback.draft(sequence, cache, controller, request, limit)
         sequence.write_drafts(tokens)
         return Proposal(len(tokens), None, looked_up=True, steered=False)
 
     def _to_check(self, sequence: TokenSequence) -> Copy:
-        index, most = sequence.index(self._lookup), self._lookup.max_tokens
+        index, most = sequence.index(self.lookup), self.lookup.max_tokens
         assert isinstance(index, NgramCopies), "of a prompt lookup"
         return lambda drafts, num_tokens: index.copy_after(drafts, min(num_tokens, most)) if num_tokens else None
 

@@ -112,6 +112,12 @@ class FirstLookup(CopySettings):
 
     method_name: ClassVar[str]
     """Name of the kind of lookup, for readers."""
+
+    @property
+    def checks_copies(self) -> bool:
+        """True if the other draft is to check copies after short n-grams."""
+        return False
+
     if TYPE_CHECKING:  # each kind declares it after its own keys
         max_tokens: int
 
@@ -146,6 +152,10 @@ class Lookup(NgramMatch, FirstLookup):
                 f"direct_from must be above min_ngram and at most max_ngram, got {self.direct_from} for {self.match}"
             )
         return self
+
+    @property
+    def checks_copies(self) -> bool:
+        return self.direct_from is not None
 
     @property
     def ngram_lengths(self) -> tuple[int, int]:

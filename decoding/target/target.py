@@ -26,7 +26,7 @@ from decoding.target.lm_heads import DraftVocabulary, LMHeads
 from decoding.target.parts import ModelPart, without
 from decoding.target.soundness import Checks, separable
 from decoding.target.stand_ins import Emit, FixedShapes, Identity, PassState, shallow_copy
-from decoding.target.weights import ModelWeights
+from decoding.target.weights import ModelWeights, move_to_whole_lines
 
 
 class Target:
@@ -54,11 +54,13 @@ class Target:
         self._rope_change = find_rope_change(self.config)
         self.mask_kinds, self.maskless_reason = _mask_kinds_of(self.config, self.dtype, self.anatomy)
         self.runner = self._build_runner(runner, exact_width)
+        self._packs = self.runner.block_call is not None
+        if self._packs:
+            move_to_whole_lines(model)
         self._weights = ModelWeights(model, frequencies_change=self._rope_change is not None)
         self.quantised = QuantisedLayers(_router_sizes(self.config), self._weights.copied)
         self.lm_heads = LMHeads(self.model, self.runner, self._weights, self.quantised)
         self._known: dict[object, Any] = {}
-        self._packs = self.runner.block_call is not None
         self.stack = [self.prepare_block(block, index) for index, block in enumerate(self.blocks)]
         self.whole = self.part(self.stack, is_whole=True)
         self._weights.note()

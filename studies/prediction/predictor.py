@@ -141,10 +141,11 @@ class Predictor:
 
     def _checked(self, draft: Draft, first: FirstLookup) -> LookupReplay | None:
         """Return the copies that a draft checks; None if it does not."""
-        if not isinstance(first, Lookup) or first.direct_from is None or self._lockstep is not None:
+        if not first.checks_copies or self._lockstep is not None:
             return None
         if self._decoding.temperature or draft.trained_head is not None or draft.parts.tree is not None:
             return None
+        assert isinstance(first, Lookup), "the kind of lookup whose copies are checked"
         copies = self._copies_of((first, "checked"), partial(_look_up_any, source=first), first.max_tokens)
         return LookupReplay(copies, first.max_tokens, self.whole)
 

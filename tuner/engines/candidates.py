@@ -119,7 +119,7 @@ class EngineRules:
         if not self.runs_profiles:
             return engine_candidate(self.plan(candidate))
         first = candidate.draft.parts.lookup
-        if isinstance(first, Lookup) and first.direct_from is not None:
+        if first is not None and first.checks_copies:
             raise ExportError(f"{self.engine.title} drafts one token at a time: it checks no copies")
         if native_flags(self.profile(candidate), NOWHERE) is None:
             raise ExportError(

@@ -2,7 +2,7 @@
 
 `--timeout` covers everything from the start of the command to the profile, resumed runs included; the time of distilling exit
 heads is on top of it only where it was given a limit of its own. The rate of plain decoding tells what a sample costs. Where not
-everything fits, half of the time goes to trials, and the costliest part of the end is cut, a quarter at a time. Without a timeout
+everything fits, half of the time goes to trials, and the costliest part of the end is cut, an eighth at a time. Without a timeout
 nothing is cut.
 """
 
@@ -65,19 +65,21 @@ class End:
     """Samples on which stock generation is compared; 0 for no comparison."""
     beside: float = WRITING_SECONDS
     """Seconds of all else: the results, and an engine's servers."""
+    paired: float = PAIRED
+    """Seconds of confirming a candidate on a sample, over those of plain decoding."""
 
     @property
     def least(self) -> End:
         """The smallest sizes that give a result."""
         finalists, raced, held_out = min(2, self.finalists), min(LAP, self.raced), min(LEAST_HELD_OUT, self.held_out)
-        return End(finalists, raced, min(1, self.confirmed), held_out, 0, self.beside)
+        return End(finalists, raced, min(1, self.confirmed), held_out, 0, self.beside, self.paired)
 
     def seconds(self, plain: Seconds) -> float:
         """Return the seconds of all parts, with those of plain decoding of a sample."""
         return sum(self._parts(plain).values()) + self.beside
 
     def fitted(self, plain: Seconds, seconds: float) -> End:
-        """Return these sizes with a quarter off the costliest part until all fit in `seconds`, or no part is above the `least`."""
+        """Return these sizes with an eighth off the costliest part until all fit in `seconds`, or no part is above the `least`."""
         sizes = self
         while sizes.seconds(plain) > seconds:
             parts = sizes._parts(plain)
@@ -85,7 +87,7 @@ class End:
             if not above:
                 break
             name = max(above, key=lambda each: parts[each])
-            fewer = max(getattr(self.least, name), getattr(sizes, name) * 3 // 4)
+            fewer = max(getattr(self.least, name), (getattr(sizes, name) * 7 - 1) // 8)
             if name == "stock" and fewer < LEAST_STOCK:  # without it there is room for more of the others
                 return replace(self, stock=0).fitted(plain, seconds)
             sizes = replace(sizes, **{name: fewer})
@@ -94,7 +96,7 @@ class End:
     def _parts(self, plain: Seconds) -> dict[str, float]:
         """Return the seconds that go with each size."""
         race = WARMED * plain.again * (1 + self.finalists) * self.raced if self.finalists else 0.0
-        held_out = self.held_out * (plain.first + PAIRED * plain.again * self.confirmed)
+        held_out = self.held_out * (plain.first + self.paired * plain.again * self.confirmed)
         stock = STOCK * plain.first * self.stock
         return {"raced": race / 2, "finalists": race / 2, "held_out": held_out, "stock": stock}
 
@@ -135,7 +137,7 @@ class Budget:
         """Return how many tuning samples can be decoded plainly in their share of the time, of which the race takes the rest."""
         least, count = min(wanted, self.of_trial + LAP), wanted
         while count > least and count * self.plain.first > PLAIN_SHARE * self.left:
-            count = max(least, count * 3 // 4)
+            count = max(least, (count * 7 - 1) // 8)
         self.cut("tuned", count, wanted, f"tuning {self.unit}")
         self._race_on(count)
         return count

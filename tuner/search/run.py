@@ -26,7 +26,7 @@ from tuner.measuring.turns import Measuring
 from tuner.progress import Progress
 from tuner.results import Provenance
 from tuner.review.document import MeasuredCandidate, SearchResult, StockComparison
-from tuner.search.budget import PAIRED, SHORTEST, WRITING_SECONDS, Seconds
+from tuner.search.budget import PAIRED, SHORTEST, WARMED, WRITING_SECONDS, Seconds
 from tuner.search.decision import Confirmations, blocks, confirm, note_cuts, objection, to_confirm
 from tuner.search.engine import EngineArena, arena, heat_seconds
 from tuner.search.missing_heads import distillation_seconds, provide_heads
@@ -298,7 +298,10 @@ def _confirmed(
     """Return the winner and its rivals measured on held-out prompts, and the bench of these."""
     budget, config = task.budget, task.config
     wanted = config.held_out_prompts // config.batch_size
-    end = budget.fitted(finalists=0, confirmed=len(chosen))
+    # What the race measured tells what the candidates will take.
+    speedups = [each.measurement.speedup for each in chosen if each.measurement.samples]
+    paired = PAIRED if len(speedups) < len(chosen) else WARMED * (1 + 1 / min(speedups))
+    end = replace(budget.end, finalists=0, confirmed=len(chosen), paired=paired).fitted(budget.plain, budget.left)
     with budget.clock.stage(Stage.PLAIN):
         prompts = _first(task.prompts.held_out, end.held_out, wanted, config)
         held_out = open_bench(task, prompts, "decoding the held-out prompts plainly", progress)

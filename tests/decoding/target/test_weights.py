@@ -259,3 +259,22 @@ def test_another_device_s_values_are_compared_too() -> None:
     assert weights._sample_on(host) == before != []
     model.model.layers[1].mlp.down_proj.weight.data += 0.1
     assert weights._sample_on(host) != before
+
+
+def test_weights_that_lie_across_cache_lines_are_moved_once_and_stay_tied() -> None:
+    model = build("llama", tie_word_embeddings=True)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    for weight in model.parameters():  # as in a mapped file
+        memory = torch.empty(weight.numel() + 16)
+        at = 2 + (-memory.data_ptr() % 64) // 4
+        weight.data = memory[at : at + weight.numel()].view_as(weight).copy_(weight.data)
+    plain = plain_decoder(Target(model))
+    text = plain.generate(REQUEST).tokens
+    fast = plain_decoder(Target(model, graphs()))
+    places = {name: weight.data_ptr() for name, weight in model.named_parameters(remove_duplicate=False)}
+    assert not any(place % 64 for place in places.values())
+    assert places["lm_head.weight"] == places["model.embed_tokens.weight"]
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert fast.generate(REQUEST).tokens == plain.generate(REQUEST).tokens == text
+    Target(model, graphs())
+    assert places == {name: weight.data_ptr() for name, weight in model.named_parameters(remove_duplicate=False)}

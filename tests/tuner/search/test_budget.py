@@ -14,7 +14,7 @@ def test_all_is_done_where_time_allows() -> None:
 
 def test_the_costliest_part_is_cut_first_and_nothing_below_the_least() -> None:
     fitted = END.fitted(PLAIN, END.seconds(PLAIN) - 1.0)
-    assert fitted == End(finalists=4, raced=8, confirmed=1, held_out=21, stock=6, beside=6.0)
+    assert fitted == End(finalists=4, raced=8, confirmed=1, held_out=24, stock=6, beside=6.0)
     assert END.fitted(PLAIN, 0.0) == END.least == End(2, 4, 1, LEAST_HELD_OUT, 0, 6.0)
 
 
