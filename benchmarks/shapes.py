@@ -56,7 +56,7 @@ def measure(name: str, dtype: str, threads: int) -> dict[str, Any]:
     torch.manual_seed(0)
     kind, settings = SHAPES[name]
     config = AutoConfig.for_model(kind, **settings)
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False).eval()
     eager, target = Target(model), Target(model, "static")
     view = DraftView(target, (), (), keep_boundary=False, bits=8)
     ids = torch.randint(1, config.vocab_size, (1, CONTEXT + 4), generator=torch.Generator().manual_seed(0))
