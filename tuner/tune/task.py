@@ -117,15 +117,21 @@ def tune_task(config: TuneConfig, progress: Progress) -> Iterator[TuneTask]:
             methods = program.profile_methods(plan, config.profile)
         for remark in remarks:
             progress.say(remark)
-        kept = _kept(config, program, prompts, out)
+        kept = _kept(config, program, profile, prompts, out)
         if kept:
-            progress.say(f"going on from {len(kept)} measurements in {config.out}")
+            progress.say(f"going on from what {config.out} holds ({len(kept)} measured)")
         yield TuneTask(config, program, profile, model, methods, prompts, target, settings, out, kept)
 
 
-def _kept(config: TuneConfig, program: EngineProgram, prompts: PromptSet, hidden: Path) -> KeptMeasurements:
-    settings = config.model_dump(mode="json", exclude={"out", "further_servers"})
-    identity = {"settings": settings, "prompts": prompts.fingerprint, "engine": program.version()}
+def _kept(
+    config: TuneConfig, program: EngineProgram, profile: DraftProfile | None, prompts: PromptSet, hidden: Path
+) -> KeptMeasurements:
+    identity = {
+        "settings": config.model_dump(mode="json", exclude={"out", "further_servers"}),
+        "prompts": prompts.fingerprint,
+        "engine": program.version(),
+        "profile": None if profile is None else profile.model_dump(mode="json"),
+    }
     return KeptMeasurements(config.out, identity, hidden=str(hidden))
 
 

@@ -81,7 +81,7 @@ def test_a_killed_tuning_goes_on_and_a_finished_one_measures_anew(tune: Tune, mo
     measured.clear()
     done = tune(*flags)
     assert done.exit_code == 0, done.output
-    assert "going on from 2 measurements" in done.output
+    assert "going on from what tune holds (2 measured)" in done.output
     tried = [each["setting"] for each in _document()["tried"]]
     assert tried[:2] == before, "those of the killed run are among the result's"
     assert measured[: len(tried) - 2] == tried[2:], "nothing is measured twice; then comes the confirmation"
@@ -111,6 +111,23 @@ def test_the_draft_of_a_profile_gets_a_schedule_that_its_export_takes(tune: Tune
     assert [load["sequences"] for load in found["schedule"]["loads"]] == [1, 2]
     assert found["schedule"]["draft"]["kind"] == "layer_skip"
     assert found["model"] == checkpoint.name
+
+
+def test_a_changed_profile_is_measured_anew(tune: Tune, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, killed = Crowd.measure, KeyboardInterrupt
+
+    def once(crowd: Crowd, plain: EngineDecoding, drafted: EngineDecoding, *rest: Any) -> LoadFigures:
+        if Path("tune/measured.jsonl").read_text().count("\n") > 1:
+            raise killed
+        return measure(crowd, plain, drafted, *rest)
+
+    monkeypatch.setattr(Crowd, "measure", once)
+    save_profile(Path("profile.yaml"), checkpoint, SKIP)
+    assert tune().exit_code != 0
+    save_profile(Path("profile.yaml"), checkpoint, LayerSkip.blocks((1, 2)))
+    assert "going on" not in tune().output
+    monkeypatch.setattr(Crowd, "measure", measure)
+    assert "going on from what tune holds (1 measured)" in tune().output
 
 
 def test_settings_that_do_not_go_together_are_refused(tune: Tune, checkpoint: Path) -> None:
