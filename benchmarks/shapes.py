@@ -62,9 +62,9 @@ def measure(name: str, dtype: str, threads: int) -> dict[str, Any]:
     ids = torch.randint(1, config.vocab_size, (1, CONTEXT + 4), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         slow, cache = eager.new_cache(CONTEXT + 64), target.new_cache(CONTEXT + 64)
-        for one_of, its in ((eager, slow), (target, cache)):
-            one_of.forward(ids[:, :CONTEXT], its, 0, last_only=True)
-            its.length = CONTEXT
+        for reader, keys in ((eager, slow), (target, cache)):
+            reader.forward(ids[:, :CONTEXT], keys, 0, last_only=True)
+            keys.length = CONTEXT
         one, four = ids[:, CONTEXT : CONTEXT + 1], ids[:, CONTEXT : CONTEXT + 4]
         passes = {
             "eager": lambda: eager.run(eager.whole, one, slow, CONTEXT, last_only=True),

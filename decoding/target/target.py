@@ -26,7 +26,7 @@ from decoding.target.lm_heads import DraftVocabulary, LMHeads
 from decoding.target.parts import ModelPart, without
 from decoding.target.soundness import Checks, separable
 from decoding.target.stand_ins import Emit, FixedShapes, Identity, PassState, shallow_copy
-from decoding.target.weights import ModelWeights, move_to_whole_lines
+from decoding.target.weights import ModelWeights, align_to_cache_lines
 
 
 class Target:
@@ -56,7 +56,7 @@ class Target:
         self.runner = self._build_runner(runner, exact_width)
         self._packs = self.runner.block_call is not None
         if self._packs:
-            move_to_whole_lines(model)
+            align_to_cache_lines(model)
         self._weights = ModelWeights(model, frequencies_change=self._rope_change is not None)
         self.quantised = QuantisedLayers(_router_sizes(self.config), self._weights.copied)
         self.lm_heads = LMHeads(self.model, self.runner, self._weights, self.quantised)

@@ -1,4 +1,4 @@
-"""How many tokens of an exported draft model the target accepts, by transformers: what an engine that runs it is held against."""
+"""How many tokens of an exported draft model the target accepts, by transformers, as a reference for engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 LEAST = 0.95
-"""Share of the acceptance by transformers that an engine must reach: it rounds otherwise, and does no more."""
+"""Share of the acceptance by transformers that an engine must reach; rounding costs less than the rest."""
 
 
 def acceptance_rate(

@@ -209,5 +209,5 @@ def _measure(
             progress.say(f"{name}: {cause}")
             return None
     else:
-        task.num_started += 1  # it was, earlier
+        task.num_started += 1  # an earlier run started it
     return found

@@ -1,4 +1,4 @@
-"""The acceptance that an engine is held against."""
+"""The acceptance by transformers that engines are compared with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROMPTS = [(5, 6, 7, 8), (9, 3, 4)]
 NUM_TOKENS = 3
 
 
-def test_a_draft_that_is_the_target_is_accepted_whole_and_a_wrong_one_never(checkpoint: Path) -> None:
+def test_a_draft_that_is_the_target_is_accepted_whole_and_another_one_less(checkpoint: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=False)
     texts = []
     for prompt in PROMPTS:
