@@ -1,8 +1,9 @@
 """What passes cost on models of other shapes than SmolLM2's: large vocabularies, windows, more norms, grouped heads, biases.
 
 Random models, each in a process of its own. The passes of a model take turns: a plain one by the eager and by the static runner,
-a verifying one of four positions, and a step of the int8 draft. Beside it stands the share of bytes that its weights have in plain
-ones, which it would take if only reading weights counted. Then an int8 draft decodes, and its text is compared with plain decoding.
+a verifying one of four positions, and a step of the int8 draft, from all tokens and from fewer. Beside them stands the share of
+bytes that its weights have in plain ones, which it would take if only reading weights counted. Then both drafts decode, and their
+texts are compared with plain decoding. How often drafts from fewer tokens are right, random models do not tell.
 
     python -m benchmarks.shapes --threads 1 --json shapes.json
 """
@@ -24,8 +25,9 @@ from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import Fixed
 from decoding.drafts import LayerSkip
-from decoding.target import DraftView, Target
+from decoding.target import DraftView, DraftVocabulary, Target
 from decoding.text import Ending
+from studies.space import frequent_ids
 
 SIZES = {"hidden_size": 640, "intermediate_size": 1792, "num_hidden_layers": 12, "num_attention_heads": 10}
 GEMMA = SIZES | {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256}
@@ -58,7 +60,11 @@ def measure(name: str, dtype: str, threads: int) -> dict[str, Any]:
     config = AutoConfig.for_model(kind, **settings)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False).eval()
     eager, target = Target(model), Target(model, "static")
-    view = DraftView(target, (), (), keep_boundary=False, bits=8)
+    below = frequent_ids(target)
+    view, narrow = (
+        DraftView(target, (), (), keep_boundary=False, bits=8, vocabulary=each)
+        for each in (None, DraftVocabulary.below(below) if below else None)
+    )
     ids = torch.randint(1, config.vocab_size, (1, CONTEXT + 4), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         slow, cache = eager.new_cache(CONTEXT + 64), target.new_cache(CONTEXT + 64)
@@ -71,6 +77,7 @@ def measure(name: str, dtype: str, threads: int) -> dict[str, Any]:
             "static": lambda: target.run(target.whole, one, cache, CONTEXT, last_only=True),
             "verify 4": lambda: target.run(target.whole, four, cache, CONTEXT),
             "int8 step": lambda: view.run(one, cache, CONTEXT),
+            "from fewer": lambda: narrow.run(one, cache, CONTEXT),
         }
         seconds: dict[str, list[float]] = {each: [] for each in passes}
         for turn in range(TURNS + 2):
@@ -82,7 +89,10 @@ def measure(name: str, dtype: str, threads: int) -> dict[str, Any]:
     found = {each: median(values) for each, values in seconds.items()}
     request = Request(tuple(ids[0, :32].tolist()), Ending(NEW_TOKENS, frozenset()))
     plain = plain_decoder(target).generate(request)
-    drafted = Decoder(target, LayerSkip(bits=8), Fixed(max_tokens=4)).generate(request)
+    drafted, fewer = (
+        Decoder(target, LayerSkip(bits=8, ids_below=each), Fixed(max_tokens=4)).generate(request)
+        for each in (None, below)
+    )
     embedding = model.get_input_embeddings().weight
     bytes_read = sum(each.nbytes for each in model.parameters() if each is not embedding)
     bytes_read += embedding.nbytes if model.get_output_embeddings().weight is embedding else 0
@@ -90,10 +100,13 @@ def measure(name: str, dtype: str, threads: int) -> dict[str, Any]:
         "shape": name,
         "MB read": bytes_read / 1e6,
         "plain, ms": 1000 * found["static"],
-        **{f"{each} / plain": found[each] / found["static"] for each in ("eager", "verify 4", "int8 step")},
+        **{
+            f"{each} / plain": found[each] / found["static"]
+            for each in ("eager", "verify 4", "int8 step", "from fewer")
+        },
         "by bytes": 1 / embedding.itemsize,
         "tokens a round": len(drafted.tokens) / max(1, len(drafted.rounds)),
-        "identical": drafted.tokens == plain.tokens,
+        "identical": drafted.tokens == plain.tokens == fewer.tokens,
     }
 
 

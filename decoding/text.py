@@ -66,6 +66,11 @@ class TokenSequence:
         """The sequence's token ids on the host, without drafts."""
         return self._token_ids
 
+    @property
+    def batch(self) -> object:
+        """What the sequences that share passes with this one have in common; the sequence itself if it is alone."""
+        return self if self._company is None else self._company.tokens.batch
+
     def index(self, source: CopySettings) -> CopyIndex:
         """Return the index of the sequence, without drafts, for these settings: made at the first use."""
         if source not in self._indexes:

@@ -69,13 +69,13 @@ class TokenRow:
 
     def __init__(self, batch: BatchTokens, row: int, ids: Tensor) -> None:
         self.ids = ids
-        self._batch, self._row = batch, row
+        self.batch, self._row = batch, row
 
     def write(self, start: int, token_ids: Tensor) -> None:
-        self._batch.write(self._row, start, token_ids)
+        self.batch.write(self._row, start, token_ids)
 
     def write_from_host(self, start: int, token_ids: Sequence[int]) -> None:
-        self._batch.write_from_host(self._row, start, token_ids)
+        self.batch.write_from_host(self._row, start, token_ids)
 
     def finish(self) -> None:
-        self._batch.finish()
+        self.batch.finish()

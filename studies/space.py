@@ -45,8 +45,8 @@ from studies.rule_space import DEFAULT_RULES, RuleNames, rule_parameters, rules_
 
 Parameters = dict[str, Any]
 
-OWN_WEIGHTS, NOTHING_BEFORE, CHAIN = "model's own", "none", "chain"
-"""The values of `bits`, `lookup` and `tree` for a draft without these."""
+OWN_WEIGHTS, NOTHING_BEFORE, CHAIN, ALL_IDS = "model's own", "none", "chain", "all"
+"""The values of `bits`, `lookup`, `tree` and `ids_below` for a draft without these."""
 NO_HEAD, TRAINED_HEAD = "no head", "trained head"
 """The values of `head`, which is asked for where an exit may have one or not."""
 PLAIN, SKIP_SET, EXIT = "none", "layer_skip", "early_exit"
@@ -61,6 +61,10 @@ LOOKUPS: Mapping[str, type[Lookup | SuffixLookup]] = MappingProxyType(
 TREES: Mapping[str, type[CandidateTree]] = MappingProxyType(
     {"fixed": FixedLeaves, "published": PublishedLeaves, "sized": SizedLeaves}
 )
+FREQUENT_IDS = 2**14
+"""Token ids that a quantised draft of a model with at least twice as many may keep to, with those of the text. Of the tokens that
+SmolLM2-135M wrote after 28 questions, 94.4 % have such an id, and 98.5 % have one or stood in the text before."""
+
 RANGES: Mapping[str, tuple[float, float, bool]] = MappingProxyType(
     {
         "max_ngram": (1, LONGEST_NGRAM, True),
@@ -182,6 +186,12 @@ class Space:
         before = [name for name in LOOKUPS if copies and _any_takes(offered, LOOKUPS[name], accepts)]
         self._lookups = (NOTHING_BEFORE, *before)
         self._trees = (CHAIN, *(TREES if trees and target.checks.takes_trees else ()))
+        below = frequent_ids(target)
+        fewer = [LayerSkip(bits=each, ids_below=below) for each in named.values() if below]
+        self._ids_below: dict[str, int | None] = {
+            ALL_IDS: None,
+            **({str(below): below} if any(map(accepts, fewer)) else {}),
+        }
 
     def suggest(self, trial: BaseTrial) -> Candidate:
         """Return the candidate that the trial suggests, part by part."""
@@ -197,6 +207,9 @@ class Space:
         draft = self._of_kind(trial, kind)
         if "bits" in draft.takes:
             draft = draft.having(bits=self._bits[trial.suggest_categorical("bits", tuple(self._bits))])
+        if "ids_below" in draft.takes and draft.parts.bits and len(self._ids_below) > 1:
+            chosen = trial.suggest_categorical("ids_below", tuple(self._ids_below))
+            draft = draft.having(ids_below=self._ids_below[chosen])
         if "lookup" in draft.takes:
             name = trial.suggest_categorical("lookup", self._lookups)
             draft = draft if name == NOTHING_BEFORE else draft.having(lookup=_suggest(trial, "lookup", LOOKUPS[name]))
@@ -244,6 +257,7 @@ class Space:
             "exits": [f"{draft.exit_layer}, {TRAINED_HEAD if draft.trained_head else NO_HEAD}" for draft in drafts],
             "head_files": {file: sha256 for draft in heads for file, sha256 in draft.files.items()},
             "bits": list(self._bits),
+            "ids_below": list(self._ids_below),
             "lookups": list(self._lookups),
             "trees": list(self._trees),
             "rules": {name: {key: list(each) for key, each in of.items()} for name, of in ranges.items()},
@@ -283,6 +297,8 @@ class Space:
             found |= _settings("lookup", draft)
         if "bits" in draft.takes:
             found["bits"] = f"int{draft.parts.bits}" if draft.parts.bits else OWN_WEIGHTS
+        if "ids_below" in draft.takes and draft.parts.bits and len(self._ids_below) > 1:
+            found["ids_below"] = str(draft.parts.ids_below or ALL_IDS)
         if "lookup" in draft.takes:
             first = draft.parts.lookup
             found["lookup"] = first.method_name if first else NOTHING_BEFORE
@@ -347,6 +363,11 @@ def _settings(prefix: str, document: Document) -> Parameters:
         if not low <= value <= high:
             raise ValueError(f"{name} is searched between {low} and {high}, got {value}")
     return {f"{prefix}.{name}": value for name, value in values.items()}
+
+
+def frequent_ids(target: Target) -> int | None:
+    """Return the number of token ids that quantised drafts of `target` may keep to; None if its vocabulary is too small."""
+    return FREQUENT_IDS if (target.lm_heads.num_rows or 0) >= 2 * FREQUENT_IDS else None
 
 
 MOST_EXITS, MOST_PLAIN_EXITS = 12, 16

@@ -23,7 +23,7 @@ from decoding.text import Request, TokenSequence
 
 
 class LayerSkipDrafter(Drafter):
-    """A view of the target without the skipped sublayers, choosing from `vocabulary` if there is one.
+    """A view of the target without the skipped sublayers, choosing from `vocabulary`, or that of `skip`, if there is one.
 
     A quantised draft shares no prefix with the verification, which computes every block again and overwrites its keys and values.
     Raises `UnsupportedModelError` for a tree if the target cannot verify one.
@@ -38,6 +38,8 @@ class LayerSkipDrafter(Drafter):
         vocabulary: DraftVocabulary | None = None,
     ) -> None:
         self._target = target
+        if skip.ids_below is not None and vocabulary is None:
+            vocabulary = DraftVocabulary.below(skip.ids_below)
         self._view = DraftView(
             target,
             skip.skip_attention,
@@ -63,6 +65,7 @@ class LayerSkipDrafter(Drafter):
         self, sequence: TokenSequence, cache: KVCache, controller: Controller, request: Request, limit: int
     ) -> Proposal:
         """Draft token by token until the controller or `limit` stops; each token costs one pass of the view."""
+        self._view.follow(sequence, sequence.batch, sequence.token_ids)
         states = list[Tensor]()
 
         def step(num_drafted: int, looks: bool) -> Outputs:
@@ -87,6 +90,7 @@ class LayerSkipDrafter(Drafter):
         """See `Drafter.draft_checking`: a pass yields the copied tokens that the draft would have written, and one more."""
         if controller.looks_at_drafts or self.tree is not None or cache.company is not None:
             return None
+        self._view.follow(sequence, sequence.batch, sequence.token_ids)
         limit, states, drafts = min(limit, controller.limit()), list[Tensor](), list[int]()
         while len(drafts) < limit:
             position, num_drafted = cache.length + len(drafts), len(drafts)

@@ -1,8 +1,8 @@
 """The contract of a draft document: frozen settings that answer every question about their draft.
 
 Callers ask the document and never test its class. The defaults of `DraftDocument` describe a draft that runs no part of the
-target and has no head. What drafts of several kinds may have, bits, a lookup before them and a tree, are `Parts`: a kind that takes
-one has the field of that name, and everything else about parts is here.
+target and has no head. What drafts of several kinds may have, such as bits, a lookup before them and a tree, are `Parts`: a kind
+that takes one has the field of that name, and everything else about parts is here.
 
 A quantised draft runs the model's own linear layers with rounded weights, and shares the target's keys and values; the whole
 model verifies with its own weights (the idea of QuantSpec, arXiv 2502.10424, and of QSpec, arXiv 2410.11305; our formulation).
@@ -37,6 +37,17 @@ Bits = Annotated[
 """A document key that most drafts leave out: they run the model's own weights."""
 
 
+IdsBelow = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        exclude_if=lambda below: below is None,
+        description="with bits: the draft chooses from the token ids below this and from those of the text; from all without it",
+    ),
+]
+"""A document key that most drafts leave out."""
+
+
 def label_quantised(bits: BitWidth | None, label: str) -> str:
     """Return the label of a draft, such as `quantised exit`; `label` itself without bits."""
     return f"quantised {label}" if bits else label
@@ -52,6 +63,8 @@ class Parts:
     """Prompt lookup or suffix automaton that is tried before the draft."""
     tree: CandidateTree | None = None
     """Side leaves that are verified beside the drafted chain."""
+    ids_below: int | None = None
+    """Token ids below this, and those of the text, are what a quantised draft chooses from; None for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +109,11 @@ class DraftDocument(Document):
     def trained_head(self) -> DraftHead | None:
         """The trained head that drafts, or None."""
         return None
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Number of tokens that the draft chooses from; None for all of the model's."""
+        return None if (head := self.trained_head) is None else head.num_tokens
 
     def check(self, num_layers: int) -> None:
         """Raise ValueError unless a target with `num_layers` blocks can run the draft."""
@@ -149,6 +167,7 @@ class DraftDocument(Document):
         """Return one short phrase for tables."""
         parts = self.parts
         draft = f"{self.phrase} in int{parts.bits}" if parts.bits else self.phrase
+        draft = f"{draft} from ids below {parts.ids_below:,} and the text's" if parts.ids_below else draft
         draft = f"{draft}, {parts.tree.describe()}" if parts.tree else draft
         return f"{parts.lookup.describe()}, then {draft}" if parts.lookup else draft
 
@@ -156,6 +175,7 @@ class DraftDocument(Document):
         """Return the columns of the draft in the table of trials, `kind` apart."""
         bits, lookup, tree = self.parts.bits, self.parts.lookup, self.parts.tree
         columns = self.own_columns | ({"bits": bits} if bits else {}) | (lookup_columns(lookup) if lookup else {})
+        columns |= {"ids_below": self.parts.ids_below} if self.parts.ids_below else {}
         return columns | ({f"tree.{key}": value for key, value in tree.model_dump().items()} if tree else {})
 
     @property

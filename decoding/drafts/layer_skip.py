@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import BeforeValidator, PlainSerializer, model_validator
 
-from decoding.drafts.contract import Bits, BitWidth, DraftDocument
+from decoding.drafts.contract import Bits, BitWidth, DraftDocument, IdsBelow
 from decoding.drafts.lookup import LookupBefore
 from decoding.drafts.trees import Tree
 
@@ -74,9 +74,16 @@ class LayerSkip(DraftDocument):
     skip_attention: Layers = ()
     skip_mlp: Layers = ()
     bits: Bits = None
+    ids_below: IdsBelow = None
     lookup: LookupBefore = None
     tree: Tree = None
     runs_model: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _fewer_ids_are_quantised(self) -> LayerSkip:
+        if self.ids_below is not None and self.bits is None:
+            raise ValueError("ids_below belongs to a quantised draft: give bits, or leave it out")
+        return self
 
     @classmethod
     def blocks(cls, indices: list[int] | tuple[int, ...], *, bits: BitWidth | None = None) -> LayerSkip:
@@ -111,6 +118,10 @@ class LayerSkip(DraftDocument):
             "skip_mlp": compact_indices(self.skip_mlp),
             "num_skipped_sublayers": len(self.skip_attention) + len(self.skip_mlp),
         }
+
+    @property
+    def num_tokens(self) -> int | None:
+        return self.ids_below
 
     def check(self, num_layers: int) -> None:
         highest = max((*self.skip_attention, *self.skip_mlp), default=0)

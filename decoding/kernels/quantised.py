@@ -57,6 +57,9 @@ PIECE = 2**17
 """Weights that are packed at a time. The copies on the way are small, and use the same memory for each piece. Larger ones left
 holes between the tiles that are kept: packing SmolLM2-135M took three times the memory of its tiles."""
 
+ROW_AXES = {8: {"tiles": 2}, 4: {"tiles": 3, "group_scales": 2, "minima": 2}}
+"""For each number of bits, the buffers in tiles, and which of their dimensions is the row of a tile."""
+
 MAX_INPUTS = {8: 2**16, 4: 2**14}
 """Number of inputs whose sums are certain to fit in 32 bits, by bits of the weights."""
 
@@ -187,7 +190,23 @@ def _(values: Tensor, tiles: Tensor, scales: Tensor, group_scales: Tensor, minim
     return values.new_empty((*values.shape[:-1], scales.shape[0]))
 
 
-class QuantisedLinear(nn.Module):
+class QuantisedRows(nn.Module):
+    """A quantised linear layer, whose rows can be replaced in place."""
+
+    bias: Tensor | None
+    """The bias of the original layer, shared with it."""
+
+    def replace_rows(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """Quantise `weight` [n, inputs] into the given `rows` [n], and give them these entries of the bias [n], if there is one."""
+        self._put(rows, weight)
+        if self.bias is not None and bias is not None:
+            self.bias[rows] = bias
+
+    def _put(self, rows: Tensor, weight: Tensor) -> None:
+        raise NotImplementedError
+
+
+class QuantisedLinear(QuantisedRows):
     """A linear layer by a packed weight. Inference only; outputs have the precision of the inputs."""
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
@@ -195,7 +214,10 @@ class QuantisedLinear(nn.Module):
         self.in_features, self.out_features, self.bits = weight.num_inputs, weight.num_outputs, weight.bits
         self.weight = weight
         self.bias = bias
-        """The bias of the original layer, shared with it."""
+
+    def _put(self, rows: Tensor, weight: Tensor) -> None:
+        for name, part in PACKED[self.bits](weight).named_buffers():
+            self.weight.get_buffer(name)[rows] = part
 
     def forward(self, input: Tensor) -> Tensor:
         values, scales = quantised_values(input)
@@ -216,7 +238,7 @@ class QuantisedLinear(nn.Module):
             yield first, min(first + num_rows, self.out_features)
 
 
-class TiledLinear(nn.Module):
+class TiledLinear(QuantisedRows):
     """A linear layer by the kernel, from a weight [outputs, inputs] in any floating point precision.
 
     Inference only; outputs have the precision of the inputs. The weight is packed a few rows at a time. Raises
@@ -244,7 +266,13 @@ class TiledLinear(nn.Module):
                 first = piece * tiles_of_piece * (1 if is_by_tile else ROWS)
                 self.get_buffer(name)[first : first + len(part)] = part
         self.bias = bias
-        """The bias of the original layer, shared with it."""
+
+    def _put(self, rows: Tensor, weight: Tensor) -> None:
+        packed = PACKED[self.bits](weight)
+        self.scales[rows] = packed.scales
+        for (name, axis), part in zip(ROW_AXES[self.bits].items(), _tiles(packed), strict=False):
+            by_row = part.movedim(axis, 1).flatten(0, 1)[: len(rows)]
+            self.get_buffer(name).movedim(axis, 1)[rows // ROWS, rows % ROWS] = by_row
 
     def forward(self, input: Tensor) -> Tensor:
         outputs = multiply_integers(input, self.tiles, self.scales, self.group_scales, self.minima)

@@ -5,20 +5,26 @@ draft then computes logits for some rows of the LM head, and the other tokens ge
 zero. So everything after it works on the whole vocabulary: the most likely token has its own id, rules see the
 distribution over the chosen tokens, and speculative sampling judges by the distribution that was sampled from. The
 verification is the whole model's, and stays exact.
+
+A quantised draft may add the tokens of the text to a few frequent ones (`TextRows`, our formulation): what a text has said it says
+again, and its own names and words are the rare tokens that it needs.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from weakref import WeakValueDictionary
+from typing import cast
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decoding.errors import UnsupportedModelError
+from decoding.kernels.quantised import QuantisedRows
 from decoding.runners.contract import BlockCall
 from decoding.runners.eager import EagerRunner
 from decoding.target.linears import QuantisedLayers, is_plain_linear, with_fast_linears
@@ -28,6 +34,9 @@ from decoding.target.weights import Make, ModelWeights
 LEFT_OUT = -1e4
 """The logit of other tokens: finite in every precision. If a processor forbids all chosen tokens, a distribution is left."""
 
+TEXT_SLOTS = 1024
+"""Different tokens of a text, beside the frequent ones, that drafts choose from: the latest of a longer text."""
+
 
 @dataclass(frozen=True)
 class DraftVocabulary:
@@ -35,6 +44,13 @@ class DraftVocabulary:
 
     token_ids: tuple[int, ...]
     """Ascending."""
+    num_slots: int = 0
+    """Number of tokens of the text that may join them; see `TextRows`."""
+
+    @classmethod
+    def below(cls, end: int) -> DraftVocabulary:
+        """Return the tokens with ids below `end`, most frequent in usual tokenizers, and slots for those of the text."""
+        return cls(tuple(range(end)), TEXT_SLOTS)
 
     @classmethod
     def of_most_frequent(
@@ -54,10 +70,10 @@ class DraftVocabulary:
         return cls(tuple(sorted(ranked[:size])))
 
     def rows_of(self, lm_head: nn.Linear) -> nn.Linear:
-        """Return the rows of an LM head as a layer of its own: a copy of len(token_ids) * hidden numbers."""
+        """Return the rows of an LM head as a layer of its own: a copy of (len(token_ids) + num_slots) * hidden numbers."""
         with torch.inference_mode(False), torch.no_grad():
-            chosen = torch.tensor(self.token_ids, device=lm_head.weight.device)
-            rows = nn.Linear(lm_head.in_features, len(self.token_ids), bias=False, device="meta")
+            chosen = torch.tensor([*self.token_ids, *self.token_ids[:1] * self.num_slots], device=lm_head.weight.device)
+            rows = nn.Linear(lm_head.in_features, len(chosen), bias=False, device="meta")
             rows.weight = nn.Parameter(lm_head.weight[chosen], requires_grad=False)
             if "bias" in dict(lm_head.named_parameters()):
                 rows.bias = nn.Parameter(lm_head.bias[chosen], requires_grad=False)
@@ -65,12 +81,61 @@ class DraftVocabulary:
 
 
 class DraftLMHead(StandIn):
-    """Computes the logits of the chosen `token_ids` by `rows`; the others get `LEFT_OUT`."""
+    """Computes the logits of the chosen `token_ids` by `rows`; the others get `LEFT_OUT`.
+
+    Rows whose token is the one after the last of the vocabulary have none.
+    """
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        chosen = self.rows(hidden_states)
-        logits = chosen.new_full((*chosen.shape[:-1], self.block.out_features), LEFT_OUT)
-        return logits.index_copy_(-1, self.token_ids, chosen)
+        chosen, num_tokens = self.rows(hidden_states), self.block.out_features
+        logits = chosen.new_full((*chosen.shape[:-1], num_tokens + 1), LEFT_OUT)
+        return logits.index_copy_(-1, self.token_ids, chosen)[..., :num_tokens]
+
+
+class TextRows:
+    """The last rows of a quantised LM head, which are filled with those of the text's tokens while it is decoded.
+
+    Passes read them where they are. Sequences that share passes share the slots; others find them empty.
+    """
+
+    def __init__(self, own: nn.Linear, rows: QuantisedRows, token_ids: Tensor, vocabulary: DraftVocabulary) -> None:
+        self._own, self._rows, self._token_ids = own, rows, token_ids
+        self._first, self._always = len(vocabulary.token_ids), frozenset(vocabulary.token_ids)
+        self._num_slots = vocabulary.num_slots
+        self._slots: dict[int, int] = {}
+        """The slot of each token that has one, the oldest first."""
+        self._batch: weakref.ref[object] | None = None
+        self._num_read = WeakKeyDictionary[object, int]()
+        """Number of tokens of each text that have been looked at."""
+
+    def follow(self, text: object, batch: object, token_ids: Sequence[int]) -> None:
+        """Fill slots with the new tokens of `text`, which is now `token_ids`; empty them first unless `batch` filled them."""
+        if self._batch is None or self._batch() is not batch:
+            self._empty()
+            self._batch = weakref.ref(batch)
+        num_read = self._num_read.get(text, 0)
+        if num_read < len(token_ids):
+            self._num_read[text] = len(token_ids)
+            self._fill(token_ids[num_read:])
+
+    def _empty(self) -> None:
+        self._num_read.clear()
+        self._slots.clear()
+        self._token_ids[self._first :] = self._own.out_features
+
+    def _fill(self, token_ids: Sequence[int]) -> None:
+        # A model may embed tokens, such as those of images, that its LM head cannot write.
+        writable = (token for token in dict.fromkeys(token_ids) if token < self._own.out_features)
+        unknown = [token for token in writable if token not in self._always and token not in self._slots]
+        if not (new := unknown[-self._num_slots :]):
+            return
+        for token in new:
+            is_full = len(self._slots) == self._num_slots
+            self._slots[token] = self._slots.pop(next(iter(self._slots))) if is_full else len(self._slots)
+        chosen, rows = torch.tensor([new, [self._slots[token] for token in new]], device=self._token_ids.device)
+        bias = None if self._own.bias is None else self._own.bias[chosen]
+        self._rows.replace_rows(rows + self._first, self._own.weight[chosen], bias)
+        self._token_ids[rows + self._first] = chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +151,8 @@ class LMHead:
     """None if it is called like any module."""
     token_ids: Tensor | None = None
     """[rows]: the tokens of these rows; None if they are all."""
+    text_rows: TextRows | None = None
+    """Those of the rows that follow the text."""
 
     def stand_in(self, current: PassState) -> nn.Module:
         """Return the module in the LM head's place."""
@@ -142,8 +209,15 @@ class LMHeads:
             rows, linear = LMHead(name, own, own, None), lambda: own
         else:
             return self.whole
-        packed = self._quantised.layer(linear, bits, ("LM head", vocabulary))
-        return replace(rows, module=packed, call=None if self.whole is None else self.whole.call)
+        follows_text = vocabulary is not None and vocabulary.num_slots > 0
+        # Rows that follow a text belong to one view.
+        packed = self._quantised.layer(linear, bits, ("LM head", object() if follows_text else vocabulary))
+        text_rows = None
+        if follows_text:
+            assert vocabulary is not None
+            assert rows.token_ids is not None
+            text_rows = TextRows(rows.own, cast(QuantisedRows, packed), rows.token_ids, vocabulary)
+        return replace(rows, module=packed, call=None if self.whole is None else self.whole.call, text_rows=text_rows)
 
     def _narrow(self, vocabulary: DraftVocabulary) -> LMHead:
         """Return the rows of the LM head for `vocabulary` as this target's runner calls them."""
@@ -164,4 +238,5 @@ class LMHeads:
         own, rows = getattr(self._model, name), self._rows.get(vocabulary)
         if rows is None:
             self._rows[vocabulary] = rows = self._weights.copied(partial(vocabulary.rows_of, own))
-        return LMHead(name, own, rows, None, torch.tensor(vocabulary.token_ids, device=own.weight.device))
+        token_ids = [*vocabulary.token_ids, *[own.out_features] * vocabulary.num_slots]
+        return LMHead(name, own, rows, None, torch.tensor(token_ids, device=own.weight.device))

@@ -44,6 +44,8 @@ class ModelPart:
         self.verifies = verifies or is_whole
         self._current = current or PassState()
         self._module = with_blocks(model, path, blocks)
+        self.text_rows = None if lm_head is None else lm_head.text_rows
+        """The rows of a draft's LM head that follow the text, if there are such."""
         if lm_head is not None:
             setattr(self._module, lm_head.name, lm_head.stand_in(self._current))
 

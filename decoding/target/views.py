@@ -49,6 +49,11 @@ class DraftView:
             blocks[self.boundary - 1] = Tap(blocks[self.boundary - 1], record=current.tap)
         self._part = target.part(blocks, current, drafts=True, vocabulary=vocabulary, bits=bits)
 
+    def follow(self, text: object, batch: object, token_ids: Sequence[int]) -> None:
+        """Let a vocabulary that follows the text know `text`, now `token_ids`, which shares passes with others of its `batch`."""
+        if self._part.text_rows is not None:
+            self._part.text_rows.follow(text, batch, token_ids)
+
     def run(self, token_ids: Tensor, cache: KVCache, start: int, *, looks: bool = False) -> Outputs:
         """Run `token_ids` [1, width]; the logits [1, vocabulary] are those after the last. `looks` as in `EagerRunner.run`.
 

@@ -99,7 +99,7 @@ class CostTable(Document):
             context,
             has_head=head is not None,
             joins=head is not None and head.is_autoregressive,
-            num_tokens=None if head is None else head.num_tokens,
+            num_tokens=draft.num_tokens,
         )
         return self._predict(step)
 

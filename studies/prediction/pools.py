@@ -105,6 +105,13 @@ def quantised(drafts: Iterable[Draft], precisions: Sequence[BitWidth]) -> list[D
     return [draft.having(bits=bits) for draft in drafts if "bits" in draft.takes for bits in precisions]
 
 
+def from_fewer_ids(predictor: Predictor, draft: Draft, below: int | None) -> Draft:
+    """Return the draft, or the same from the token ids `below` this and the text's, whichever is predicted to be faster."""
+    if below is None or not predictor.accepts(fewer := draft.having(ids_below=below)):
+        return draft
+    return predictor.best_first([draft, fewer])[0].draft
+
+
 def with_trees(predictor: Predictor, drafts: Iterable[Draft]) -> list[Draft]:
     """Return each of `drafts` with the side leaves that promise most, where these promise `LEAST_TREE_GAIN` more than its chain.
 

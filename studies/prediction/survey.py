@@ -27,6 +27,7 @@ from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import DraftView, ExitHead, Target
 from decoding.target.heads import unrolled
+from decoding.target.lm_heads import LEFT_OUT
 from decoding.target.states import cache_after, exit_logits, exit_states, last_states
 from decoding.target.views import DraftStatesView
 from decoding.text import TokenSequence
@@ -194,7 +195,18 @@ class Survey:
         if self.own_keys:
             return (view.alone(text.token_ids, text.first) for text in self._texts)
         cache, token_ids = self.rounds
-        return self._of_texts(view.rounds(token_ids, cache))
+        logits = self._of_texts(view.rounds(token_ids, cache))
+        return logits if draft.ids_below is None else self._only_ids(logits, draft.ids_below)
+
+    def _only_ids(self, logits: Iterable[Tensor], below: int) -> Iterator[Tensor]:
+        """Yield the logits with only token ids `below` this and those that a text has when the round of the position begins."""
+        for text, each in zip(self._texts, logits, strict=True):
+            places = torch.arange(text.token_ids.shape[1], device=each.device)
+            first_places = torch.full((each.shape[-1],), len(places), device=each.device)
+            first_places.scatter_reduce_(0, text.token_ids[0], places, "amin")
+            first_places[:below] = 0
+            starts = torch.tensor(self._starts(text), device=each.device).repeat_interleave(self._depth)[: len(each)]
+            yield each.masked_fill(first_places > starts[:, None], LEFT_OUT)
 
     def exit_logits(self, draft: EarlyExit) -> Iterator[Tensor]:
         """Yield the logits [positions, vocabulary] of an exit on each sequence: one sequence's are in memory at a time.

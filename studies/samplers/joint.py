@@ -27,13 +27,21 @@ from decoding.drafts.contract import label_quantised
 from studies.contract import ORIGIN, Candidate, Problem, TrialRecord
 from studies.costs.table import CostTable
 from studies.prediction.guided import GuidedSearch
-from studies.prediction.pools import best_of, lookups, lookups_before, quantised, useful_precisions, with_trees
+from studies.prediction.pools import (
+    best_of,
+    from_fewer_ids,
+    lookups,
+    lookups_before,
+    quantised,
+    useful_precisions,
+    with_trees,
+)
 from studies.prediction.predictor import Predictor
 from studies.prediction.proposals import method_of
 from studies.prediction.survey import JoinedSurvey, Survey
 from studies.samplers.contract import StudySampler, enqueue_in_new, measured_now
 from studies.samplers.rating import HOPELESS, Rating
-from studies.space import Parameters, Space, SpaceSettings
+from studies.space import Parameters, Space, SpaceSettings, frequent_ids
 
 PREPARING = 0.3
 """Share of the search time after which no further draft is rated."""
@@ -135,7 +143,11 @@ class PoolSource:
         with the model's own weights, at the costs of quantised ones.
         """
         precisions = self.precisions(predictor)
-        whole = quantised([LayerSkip()] if self.rates_skip_sets else [], precisions)
+        below = frequent_ids(self.problem.target)
+        whole = [
+            from_fewer_ids(predictor, each, below)
+            for each in quantised([LayerSkip()] if self.rates_skip_sets else [], precisions)
+        ]
         least = HOPELESS * max((predictor.best(each).speedup for each in whole), default=0.0)
         if math.isinf(self.ends_at):
             least = 0.0

@@ -44,6 +44,11 @@ STORED: dict[str, tuple[str, str, dict[str, Any]]] = {
             "tree.max_leaves": 8,
         },
     ),
+    "{kind: layer_skip, skip_attention: [], skip_mlp: [], bits: 8, ids_below: 16384}": (
+        "self-draft in int8 from ids below 16,384 and the text's",
+        "quantised model",
+        {"skip_attention": "-", "skip_mlp": "-", "num_skipped_sublayers": 0, "bits": 8, "ids_below": 16384},
+    ),
     (
         f"{{kind: early_exit, exit_layer: 2, {HEAD}, draft_vocabulary: 500, bits: 4, lookup: "
         "{method: suffix_automaton, min_match: 1, max_spec_factor: 2.0, min_token_prob: 0.3, max_tokens: 10}}"

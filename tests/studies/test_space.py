@@ -184,6 +184,26 @@ def test_the_identity_is_plain_data_and_tells_spaces_apart(problem: Problem) -> 
     assert all(identity(**change) != identity() for change in changes)
 
 
+def test_fewer_token_ids_are_offered_where_there_are_many(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To quantised drafts that an engine, if one is searched for, accepts."""
+    fewer, *others = (
+        Candidate(draft=draft, draft_length=Fixed())
+        for draft in (LayerSkip(skip_mlp=(2,), bits=8, ids_below=32), LayerSkip(bits=8), LayerSkip(skip_mlp=(2,)))
+    )
+    for frequent, offered in ((32, True), (33, False)):
+        monkeypatch.setattr("studies.space.FREQUENT_IDS", frequent)
+        space = SpaceSettings(**ALL).space(problem)
+        assert (len(space.identity()["ids_below"]) == 2) is offered
+    with pytest.raises(ValueError, match="does not consider the draft"):
+        space.parameters(fewer)
+    monkeypatch.setattr("studies.space.FREQUENT_IDS", 32)
+    space = SpaceSettings(**ALL).space(problem)
+    for candidate in (fewer, *others):
+        assert space.suggest(FixedTrial(space.parameters(candidate))) == candidate
+    refusing = replace(problem, accepts=lambda draft: draft.parts.ids_below is None)
+    assert SpaceSettings(**ALL).space(refusing).identity()["ids_below"] == ["all"]
+
+
 def test_an_engine_gets_chains_of_whole_blocks() -> None:
     changed = SpaceSettings().for_engine(["fixed"], quantises=False, whole_blocks=True)
     assert changed == {"rules": ("fixed",), "whole_blocks": True, "trees": False, "bits": ()}

@@ -16,16 +16,20 @@ SHARES = {None: 1.0, 8: 0.4, 4: 0.25}
 """Seconds of a draft step in each precision, relative to the model's own weights."""
 
 
-def made_up_costs(target: Target, max_tokens: int = 8, bits: Collection[BitWidth] = ()) -> CostTable:
+def made_up_costs(
+    target: Target, max_tokens: int = 8, bits: Collection[BitWidth] = (), *, lm_head: float = 0.0
+) -> CostTable:
     """Return costs of 1 s for embedding and logits, 1 s per sublayer, and 5 % more per further verified token.
 
-    Draft steps in the precisions `bits` take `SHARES` of that.
+    Draft steps in the precisions `bits` take `SHARES` of that. The LM head is the share `lm_head` of a step of the whole model.
     """
+    of_lm_head = lm_head * (1.0 + 2 * target.num_layers)
 
     def seconds(each: Pass) -> float:
         if isinstance(each, DraftStep):
             skipped = len(each.skip.skip_attention) + len(each.skip.skip_mlp)
-            return SHARES[each.skip.bits] * (1.0 + 2 * target.num_layers - skipped)
+            left_out = 0.0 if each.num_tokens is None else 1.0 - each.num_tokens / target.config.vocab_size
+            return SHARES[each.skip.bits] * (1.0 + 2 * target.num_layers - skipped - of_lm_head * left_out)
         further = each.width - 1
         return 1.0 + 2 * target.num_layers + 0.05 * further * (1 + 2 * (target.num_layers - each.boundary))
 

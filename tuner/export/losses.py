@@ -117,9 +117,13 @@ def _dropped_fates(profile: DraftProfile, dropped: Collection[str]) -> Iterator[
     draft = profile.draft
     if draft.parts.bits is not None and "bits" in dropped:
         yield ("draft's weights", f"int{draft.parts.bits}", "lost", "as in the model, as asked (--drop bits)")
-    if (head := draft.trained_head) is not None and head.num_tokens is not None:
-        tokens = f"{head.num_tokens:,} tokens"
-        yield ("draft vocabulary", tokens, "lost", "all tokens, as asked (--drop draft-vocabulary)")
+    if draft.num_tokens is not None:
+        yield (
+            "draft vocabulary",
+            f"{draft.num_tokens:,} tokens",
+            "lost",
+            "all tokens, as asked (--drop draft-vocabulary)",
+        )
 
 
 def _schedule_fate(plan: Plan, engine: Engine) -> Iterator[Fate]:

@@ -53,17 +53,18 @@ class DraftShape:
 
 
 def reduced(draft: DraftDocument, drops: Collection[str], *, keeps_bits: bool) -> DraftDocument:
-    """Return the draft without its quantised weights if they are dropped.
+    """Return the draft without what is dropped: its quantised weights, and its choice among fewer token ids.
 
     `keeps_bits` tells that the engine can quantise drafts itself. Raises `ExportError` for what the engine cannot express and is
     not among `drops`, with the flag that drops it.
     """
-    head = draft.trained_head
-    if head is not None and head.num_tokens is not None and Droppable.DRAFT_VOCABULARY not in drops:
-        raise ExportError(
-            f"the head drafts from {head.num_tokens:,} tokens only, and engines want all of the model's: "
-            "--drop draft-vocabulary exports the head for all tokens, a slower draft"
-        )
+    if draft.num_tokens is not None:
+        if Droppable.DRAFT_VOCABULARY not in drops:
+            raise ExportError(
+                f"the draft chooses from {draft.num_tokens:,} tokens only, and engines want all of the model's: "
+                "--drop draft-vocabulary exports it for all tokens, a slower draft"
+            )
+        draft = draft.having(ids_below=None)
     if draft.parts.bits is None or (keeps_bits and Droppable.BITS not in drops):
         return draft
     if Droppable.BITS not in drops:

@@ -66,6 +66,23 @@ def test_weights_on_the_grid_are_exact(bits: int, dtype: torch.dtype) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("bits", ERRORS)
+def test_replaced_rows_are_as_if_they_had_been_there(bits: int) -> None:
+    torch.manual_seed(0)
+    for has_bias in (True, False):
+        layer, other = (nn.Linear(100, 35, bias=has_bias) for _ in range(2))
+        rows = torch.tensor([34, 0, 17, 16])
+        expected = nn.Linear(100, 35, bias=has_bias)
+        expected.load_state_dict(layer.state_dict())
+        expected.weight[rows] = other.weight[:4]
+        if has_bias:
+            expected.bias[rows] = other.bias[:4]
+        fast, values = quantised(layer, bits), torch.randn(1, 3, 100)
+        fast.replace_rows(rows, other.weight[:4], other.bias[:4] if has_bias else None)
+        assert torch.equal(fast(values), quantised(expected, bits)(values))
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 @pytest.mark.parametrize("bits", ERRORS)
 def test_a_position_gets_the_same_bits_whatever_else_is_in_the_pass(bits: int, dtype: torch.dtype) -> None:

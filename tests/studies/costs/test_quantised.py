@@ -52,9 +52,10 @@ def test_the_fit_recovers_known_seconds(table: CostTable, bits: BitWidth, contex
     for skip in (
         LayerSkip(bits=bits),
         LayerSkip.blocks((1, 5, 6), bits=bits),
+        LayerSkip(bits=bits, ids_below=1000),
         LayerSkip(skip_attention=(0, 2, 8), skip_mlp=(2, 3), bits=bits),
     ):
-        known = seconds_of(DraftStep(skip, context))
+        known = seconds_of(DraftStep(skip, context, num_tokens=skip.ids_below))
         assert table.draft_seconds(skip, context=context) == pytest.approx(known, rel=1e-6)
 
 

@@ -25,6 +25,7 @@ NUM_TOKENS = 40
 DRAFTS: dict[str, Draft] = {
     "int8": LayerSkip(bits=8),
     "int4": LayerSkip(bits=4),
+    "int8 from fewer ids": LayerSkip(bits=8, ids_below=24),
     "int4, last block": LayerSkip(skip_attention=(4,), skip_mlp=(4,), bits=4),
     "int8, exit": EarlyExit(exit_layer=3, bits=8),
 }

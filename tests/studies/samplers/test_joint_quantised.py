@@ -97,6 +97,22 @@ def test_cheap_precision_is_the_best_prediction(problem: Problem) -> None:
     assert first.prediction.speedup > 1.5
 
 
+@pytest.mark.parametrize(("has_all", "share", "chosen"), [(True, 0.9, 48), (True, 0.0, None), (False, 0.9, None)])
+def test_fewer_token_ids_are_proposed_where_they_promise_more(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch, has_all: bool, share: float, chosen: int | None
+) -> None:
+    """Where the LM head takes most of a step, and the texts' tokens are among those that drafts choose from."""
+    monkeypatch.setattr("studies.space.FREQUENT_IDS", 48)
+    target, prompts = problem.target, problem.prompts
+    if has_all:
+        prompts = tuple((*range(96), *prompt) for prompt in prompts)
+    texts = tuple(plain_decoder(target).generate(Request(prompt, Ending(24))).tokens for prompt in prompts)
+    costs = lambda most: made_up_costs(target, most, (8,), lm_head=share)  # noqa: E731
+    pool = pool_of(replace(problem, prompts=prompts, continuations=texts, costs=costs), bits=(8,))
+    whole = [draft for draft in pool if isinstance(draft, LayerSkip) and not draft.skips_any and draft.bits]
+    assert {draft.ids_below for draft in whole} == {chosen}
+
+
 def test_precision_that_disagrees_is_not_proposed(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("studies.prediction.pools.LEAST_AGREEMENT", 1.01)
     assert {draft.parts.bits for draft in pool_of(problem)} == {None}

@@ -50,3 +50,7 @@ def test_what_changes_a_draft_is_dropped_only_on_request() -> None:
     with pytest.raises(ExportError, match=r"32 tokens.*--drop draft-vocabulary"):
         reduced(NARROW, ("bits",), keeps_bits=True)
     assert reduced(NARROW, ("draft-vocabulary",), keeps_bits=False) == NARROW
+    fewer = LayerSkip(bits=8, ids_below=16384)
+    with pytest.raises(ExportError, match=r"16,384 tokens.*--drop draft-vocabulary"):
+        reduced(fewer, (), keeps_bits=True)
+    assert reduced(fewer, ("draft-vocabulary",), keeps_bits=True) == LayerSkip(bits=8)
