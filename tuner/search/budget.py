@@ -64,7 +64,9 @@ class End:
     stock: int = 0
     """Samples on which stock generation is compared; 0 for no comparison."""
     beside: float = WRITING_SECONDS
-    """Seconds of all else: the results, and an engine's servers."""
+    """Seconds of all else: the results."""
+    heat: float = 0.0
+    """Seconds of an engine's heat and its servers, until these run."""
     paired: float = PAIRED
     """Seconds of confirming a candidate on a sample, over those of plain decoding."""
 
@@ -72,11 +74,11 @@ class End:
     def least(self) -> End:
         """The smallest sizes that give a result."""
         finalists, raced, held_out = min(2, self.finalists), min(LAP, self.raced), min(LEAST_HELD_OUT, self.held_out)
-        return End(finalists, raced, min(1, self.confirmed), held_out, 0, self.beside, self.paired)
+        return End(finalists, raced, min(1, self.confirmed), held_out, 0, self.beside, self.heat, self.paired)
 
     def seconds(self, plain: Seconds) -> float:
         """Return the seconds of all parts, with those of plain decoding of a sample."""
-        return sum(self._parts(plain).values()) + self.beside
+        return sum(self._parts(plain).values()) + self.beside + self.heat
 
     def fitted(self, plain: Seconds, seconds: float) -> End:
         """Return these sizes with an eighth off the costliest part until all fit in `seconds`, or no part is above the `least`."""
@@ -121,13 +123,13 @@ class Budget:
     unit: str = "prompts"
     """What a sample is, in words."""
 
-    def plan(self, config: SearchConfig, plain: Seconds, beside: float) -> None:
-        """Set the sizes of a search, with the seconds of plain decoding, and of the results `beside`."""
+    def plan(self, config: SearchConfig, plain: Seconds, beside: float, heat: float = 0.0) -> None:
+        """Set the sizes of a search, with the seconds of plain decoding, of the results `beside`, and of an engine's heat."""
         self.plain, self.of_trial = plain, config.samples_per_trial
         self.unit = "prompts" if config.batch_size == 1 else "batches"
         held_out = config.held_out_prompts // config.batch_size
         stock = min(MOST_STOCK, held_out) if config.stock else 0
-        self.end = End(config.finalists, 0, len(config.study), held_out, stock, beside)
+        self.end = End(config.finalists, 0, len(config.study), held_out, stock, beside, heat)
         self._race_on(config.tuning_prompts // config.batch_size)
 
     def _race_on(self, tuning: int) -> None:

@@ -233,9 +233,8 @@ def plan(task: Task) -> float | None:
     beside = (
         max(WRITING_SECONDS, budget.clock.seconds().get(Stage.WRITING, 0.0)) + NUM_TEXTS / config.batch_size * first
     )
-    if task.deployment is not None:
-        beside += heat_seconds(task.deployment.program, PAIRED * first)
-    budget.plan(config, plain, beside)
+    heat = 0.0 if task.deployment is None else heat_seconds(task.deployment.program, PAIRED * first)
+    budget.plan(config, plain, beside, heat)
     return distillation_seconds(task, pulse)
 
 
@@ -265,7 +264,7 @@ def _race(
         plain = Candidate(draft=PlainDecoding(), draft_length=Fixed())
         return [MeasuredCandidate(trial="plain/0", origin="plain", candidate=plain)]
     end = budget.fitted()
-    after = replace(end, finalists=0).seconds(budget.plain)
+    after = replace(end, finalists=0, heat=0.0).seconds(budget.plain)
     may_go_on = budget.pace(keep=after)
     trials = shortlist(records, studies.ended, end.finalists, studies.expected)
     indices = unseen_by_trials(studies.bench.indices, num_of_trial)
@@ -279,7 +278,7 @@ def _race(
         of_trial = bench.indices[:num_of_trial]
         warm = [each.model_copy(update={"candidate": bench.warm_up_rule(each.candidate, of_trial)}) for each in trials]
         # Held-out prompts come before certainty about which of two finalists is a little faster.
-        whole = replace(budget.end, finalists=0, confirmed=1).seconds(budget.plain)
+        whole = replace(budget.end, finalists=0, confirmed=1, heat=0.0).seconds(budget.plain)
         finalists = race(warm, bench, indices, progress, may_go_on, lambda: budget.left > whole)
     if not finalists:
         failures = [f"the last failure: {record.reason}" for record in records if record.reason][-1:]
@@ -301,7 +300,8 @@ def _confirmed(
     # What the race measured tells what the candidates will take.
     speedups = [each.measurement.speedup for each in chosen if each.measurement.samples]
     paired = PAIRED if len(speedups) < len(chosen) else WARMED * (1 + 1 / min(speedups))
-    end = replace(budget.end, finalists=0, confirmed=len(chosen), paired=paired).fitted(budget.plain, budget.left)
+    end = replace(budget.end, finalists=0, confirmed=len(chosen), heat=0.0, paired=paired)
+    end = end.fitted(budget.plain, budget.left)
     with budget.clock.stage(Stage.PLAIN):
         prompts = _first(task.prompts.held_out, end.held_out, wanted, config)
         held_out = open_bench(task, prompts, "decoding the held-out prompts plainly", progress)

@@ -29,6 +29,8 @@ from tests.support.refusals import refused
 from tests.support.stored_trials import stored_records
 from tuner.engines.candidates import CandidateExports, EngineRules
 from tuner.errors import ExportError
+from tuner.search.budget import Seconds
+from tuner.search.engine import EngineArena
 
 SMALL = "studies: {joint: {num_surveyed: 30, max_tokens: 4, num_drafts: 2, num_lookups: 1, kinds: [skip_set, lookup]}}"
 
@@ -71,6 +73,25 @@ def test_only_what_the_engine_runs_is_tried_and_the_engine_decides(deploy: Searc
     assert "--spec-type ngram-simple" in engine.command
     assert "tmp" not in engine.command
     assert "in llama.cpp 11434 (abc)" in _shown(done.stdout)
+
+
+@pytest.mark.usefixtures("quick_costs")
+def test_time_that_was_kept_for_the_heat_is_not_kept_after_it(
+    deploy: SearchCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the time is expected for the heat, which takes it: enough is left to confirm on all prompts."""
+    monkeypatch.setattr("tuner.search.run.heat_seconds", lambda program, pair_seconds: 300.0)
+    monkeypatch.setattr("tuner.search.run._seconds", lambda *_: Seconds(4.0, 4.0))
+    genuine = EngineArena.shortlist
+
+    def heated(arena: EngineArena, *given: Any) -> Any:
+        arena.task.budget.spent_before += 300.0
+        return genuine(arena, *given)
+
+    monkeypatch.setattr(EngineArena, "shortlist", heated)
+    done = deploy("--timeout", "10m", "--held-out-prompts", "12")
+    assert done.exit_code == 0, done.output
+    assert "to keep within --timeout" not in _shown(done.stdout)
 
 
 @pytest.mark.usefixtures("quick_costs")
