@@ -1,7 +1,7 @@
 """Each kind of draft alone and combined: predicted and measured speed-ups, memory, and what each kind adds to the others.
 
-Every kind has the setting with the best prediction on the tuning prompts; then a lookup comes before each, whose copies it may
-check, and tree branches beside the best. All settings and plain decoding continue the held-out prompts in turns, and each output is
+Every kind has the setting with the best prediction on the tuning prompts, the quantised model also from fewer token ids; then a
+lookup comes before each, whose copies it may check, and tree branches beside the best. All settings and plain decoding continue the held-out prompts in turns, and each output is
 compared with plain decoding.
 With --set category_column=COLUMN every category is a task, and speed-ups are geometric means over the tasks.
 
@@ -34,14 +34,14 @@ from studies.prediction.predictor import COPYING, Predictor
 from studies.prediction.proposals import Proposals
 from studies.prediction.survey import Survey
 from studies.ratios import Ratio, geometric_mean
-from studies.space import SkipSpace
+from studies.space import SkipSpace, frequent_ids
 from tuner.measuring.baseline import Baseline
 from tuner.measuring.cost_table import cost_table
 from tuner.search.task import Task, open_bench, prepare
 
 SHORTLIST, NUM_QUANTISED = 3, 2
 """Drafts of a family that are predicted on all tuning prompts, and those of them that are tried in each precision."""
-LOOKUP, BRANCHES, CHECKS = "lookup", "branches", "checks"
+LOOKUP, BRANCHES, CHECKS, FEWER = "lookup", "branches", "checks", "ids"
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,9 @@ def _chosen(args: Namespace, task: Task, tuning: Baseline, held_out: Baseline) -
             quantised = [draft.having(bits=width) for draft in drafts[:NUM_QUANTISED] if "bits" in draft.takes]
             if quantised and wanted(precise := {*uses, f"int{width}"}):
                 alone.append(best(f"int{width} {name}" if uses else f"int{width}", precise, quantised))
+            if not uses and (below := frequent_ids(target)) and wanted({f"int{width}", FEWER}):
+                fewer = LayerSkip(bits=width, ids_below=below)
+                alone.append(best(f"int{width}, fewer ids", {f"int{width}", FEWER}, [fewer]))
     after_lookup, checking = list[Row](), list[Row]()
     for row in alone:
         if "lookup" in row.candidate.draft.takes and wanted({*row.uses, LOOKUP}):
