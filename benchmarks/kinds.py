@@ -1,8 +1,8 @@
 """Each kind of draft alone and combined: predicted and measured speed-ups, memory, and what each kind adds to the others.
 
 Every kind has the setting with the best prediction on the tuning prompts, the quantised model also from fewer token ids; then a
-lookup comes before each, whose copies it may check, and tree branches beside the best. All settings and plain decoding continue the held-out prompts in turns, and each output is
-compared with plain decoding.
+lookup comes before each, whose copies it may check, and tree branches beside the best. All settings and plain decoding continue the
+held-out prompts in turns, and each output is compared with plain decoding.
 With --set category_column=COLUMN every category is a task, and speed-ups are geometric means over the tasks.
 
     python -m benchmarks.kinds --config configs/demo.yaml --set held_out_prompts=12 --only int8 lookup exit --json kinds.json
