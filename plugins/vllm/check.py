@@ -158,6 +158,13 @@ def pad(rows: int) -> None:
     SelfDraft._new_passes = lambda self, runner, size: own(self, runner, size + rows)  # type: ignore[method-assign]
 
 
+def draft_in_every_step() -> None:
+    """Have no steps for the metrics of a server: a draft's counts are those of other ways to run it."""
+    from sdtune_vllm import proposer
+
+    proposer.PLAIN_EVERY = sys.maxsize
+
+
 def speed_up(plain: Sequence[float], own: Sequence[float]) -> tuple[float, float, float]:
     """Return plain seconds over own ones, with a 95 % bootstrap interval over groups of prompts."""
     source, size = random.Random(0), len(plain)
@@ -238,6 +245,7 @@ def main() -> int:
 
     if args.padded:
         pad(args.padded)
+    draft_in_every_step()
     profile = DraftProfile.load(args.profile)
     model = args.model or profile.target.model
     rows = [json.loads(line)["prompt"] for line in args.dataset.read_text(encoding="utf-8").splitlines()]

@@ -26,6 +26,26 @@ LOOKUP = Lookup(max_ngram=2, min_ngram=1, max_tokens=3)
 TEXT = [1, 2, 3, 9, 1, 2]
 
 
+def test_speed_up_is_told_from_plain_steps_that_did_not_draft_either() -> None:
+    """Plain steps of 10 ms; drafting takes 4 ms, and a step that verifies writes 3 tokens of each request in 12 ms."""
+    from sdtune_vllm.pace import LEAST, Pace
+
+    pace = Pace()
+    for load in (1, 4):
+        for _ in range(LEAST):
+            pace.step(load, 3 * load, 0.016, drafted=True)
+            pace.step(load, 3 * load, 0.012, drafted=True)
+            pace.step(load, load, 0.010, drafted=False)
+            assert not pace.speedups.keys() - {"1"}
+            pace.step(load, load, 0.014, drafted=False)
+        pace.interrupt()
+        pace.step(load, load, 9.0, drafted=False)  # after a prompt: not known to be of decoding alone
+        pace.interrupt()
+        for _ in range(20_000):
+            pace.step(load, 3 * load, 0.016, drafted=True)
+    assert pace.speedups == {"1": pytest.approx(30 / 16, rel=1e-3), "4-7": pytest.approx(30 / 16, rel=1e-3)}
+
+
 def requests(draft: Draft, rule: AnyRule | None = None) -> Any:
     from sdtune_vllm.requests import DraftingRequests
 

@@ -77,7 +77,8 @@ def differs(owner: Any, name: str, parameters: tuple[str, ...]) -> str | None:
     return f"vLLM's {where}.{name} has other parameters than in the versions that this plugin was run with"
 
 
-def _is_ours(config: Any) -> bool:
+def is_ours(config: Any) -> bool:
+    """Return True if an engine of this `VllmConfig` drafts by a profile."""
     speculative = config.speculative_config
     return speculative is not None and speculative.method == "custom_class" and speculative.model == PROPOSER
 
@@ -87,7 +88,7 @@ def _reserve_slots(config: Any) -> None:
     own = config.num_lookahead_tokens.fget
 
     def num_lookahead_tokens(self: Any) -> int:
-        return int(self.num_speculative_tokens if _is_ours(self) else own(self))
+        return int(self.num_speculative_tokens if is_ours(self) else own(self))
 
     config.num_lookahead_tokens = property(num_lookahead_tokens)
 
@@ -98,11 +99,11 @@ def _hand_over(runner: Any) -> None:
 
     def __init__(self: Any, vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> None:
         own_init(self, vllm_config, device, *args, **kwargs)
-        if _is_ours(vllm_config) and self.drafter.reads_states:
+        if is_ours(vllm_config) and self.drafter.reads_states:
             self.use_aux_hidden_state_outputs = True  # as for EAGLE-3: the states at the exit of each pass
 
     def propose_draft_token_ids(self: Any, scheduler_output: Any, sampled_token_ids: Any, *rest: Any) -> Any:
-        if not _is_ours(self.vllm_config):
+        if not is_ours(self.vllm_config):
             return own_propose(self, scheduler_output, sampled_token_ids, *rest)
         given = dict(zip(PROPOSING[3:], rest, strict=True))
         return self.drafter.draft(
@@ -111,11 +112,11 @@ def _hand_over(runner: Any) -> None:
 
     def _input_fits_in_drafter(self: Any, common_attn_metadata: Any) -> bool:
         # One text near the limit would replace the drafts of the whole batch by zeros; ours are limited one by one.
-        return common_attn_metadata is not None if _is_ours(self.vllm_config) else own_fits(self, common_attn_metadata)
+        return common_attn_metadata is not None if is_ours(self.vllm_config) else own_fits(self, common_attn_metadata)
 
     def capture_model(self: Any) -> Any:
         memory = own_capture(self)
-        if _is_ours(self.vllm_config):
+        if is_ours(self.vllm_config):
             self.drafter.record(self)
         return memory
 

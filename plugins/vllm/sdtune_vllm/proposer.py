@@ -27,6 +27,9 @@ from sdtune_vllm.settings import UnsupportedError, check, profile_of
 
 logger = logging.getLogger("vllm.sdtune")
 
+PLAIN_EVERY, PLAIN_STEPS = 300, 4
+"""Of that many steps, the number that draft nothing, in a row: they tell what plain decoding takes (`pace`)."""
+
 
 class SelfDraft:
     """The proposer of `--speculative-config '{"method": "custom_class", "model": "sdtune_vllm.proposer.SelfDraft", ...}'`."""
@@ -47,6 +50,7 @@ class SelfDraft:
         self._requests = DraftingRequests(self._draft, self._profile.draft_length)
         self._looks = self._profile.draft_length.controller().looks_at_drafts
         self._recorded: dict[int, Passes] = {}
+        self._num_steps = 0
         self.reads_states = head is not None
         if self.reads_states:
             # The runner reads here which states to keep.
@@ -76,6 +80,9 @@ class SelfDraft:
         batch, turns = runner.input_batch, list[Turn]()
         asked = getattr(scheduled, "num_spec_tokens_to_schedule", None)  # less than usual by a schedule of batch sizes
         most = self._most if asked is None else min(self._most, asked)
+        self._num_steps += 1
+        if self._num_steps % PLAIN_EVERY >= PLAIN_EVERY - PLAIN_STEPS:
+            most = 0
         for row, tokens in enumerate(sampled):
             if not tokens:  # a part of a prompt
                 continue
