@@ -63,7 +63,7 @@ def measure(name: str, dtype: str, threads: int) -> dict[str, Any]:
     below = frequent_ids(target)
     view, narrow = (
         DraftView(target, (), (), keep_boundary=False, bits=8, vocabulary=each)
-        for each in (None, DraftVocabulary.below(below) if below else None)
+        for each in (None, DraftVocabulary.below(below, config.vocab_size) if below else None)
     )
     ids = torch.randint(1, config.vocab_size, (1, CONTEXT + 4), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():

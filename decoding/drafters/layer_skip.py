@@ -38,8 +38,8 @@ class LayerSkipDrafter(Drafter):
         vocabulary: DraftVocabulary | None = None,
     ) -> None:
         self._target = target
-        if skip.ids_below is not None and vocabulary is None:
-            vocabulary = DraftVocabulary.below(skip.ids_below)
+        if skip.ids_below is not None:
+            vocabulary = DraftVocabulary.below(skip.ids_below, target.lm_heads.num_rows)
         self._view = DraftView(
             target,
             skip.skip_attention,

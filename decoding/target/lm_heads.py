@@ -12,6 +12,7 @@ again, and its own names and words are the rare tokens that it needs.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -48,9 +49,12 @@ class DraftVocabulary:
     """Number of tokens of the text that may join them; see `TextRows`."""
 
     @classmethod
-    def below(cls, end: int) -> DraftVocabulary:
-        """Return the tokens with ids below `end`, most frequent in usual tokenizers, and slots for those of the text."""
-        return cls(tuple(range(end)), TEXT_SLOTS)
+    def below(cls, end: int, num_tokens: int | None) -> DraftVocabulary | None:
+        """Return the tokens with ids below `end`, most frequent in usual tokenizers, and slots for those of the text.
+
+        None if these are all of `num_tokens`; their number is unknown where an LM head has no plain rows.
+        """
+        return cls(tuple(range(end)), TEXT_SLOTS) if num_tokens is None or end < num_tokens else None
 
     @classmethod
     def of_most_frequent(
@@ -107,16 +111,19 @@ class TextRows:
         self._batch: weakref.ref[object] | None = None
         self._num_read = WeakKeyDictionary[object, int]()
         """Number of tokens of each text that have been looked at."""
+        self._lock = threading.Lock()
+        """Threads that decode with one view take the slots from each other, which costs accepted drafts and no more."""
 
     def follow(self, text: object, batch: object, token_ids: Sequence[int]) -> None:
         """Fill slots with the new tokens of `text`, which is now `token_ids`; empty them first unless `batch` filled them."""
-        if self._batch is None or self._batch() is not batch:
-            self._empty()
-            self._batch = weakref.ref(batch)
-        num_read = self._num_read.get(text, 0)
-        if num_read < len(token_ids):
-            self._num_read[text] = len(token_ids)
-            self._fill(token_ids[num_read:])
+        with self._lock:
+            if self._batch is None or self._batch() is not batch:
+                self._empty()
+                self._batch = weakref.ref(batch)
+            num_read = self._num_read.get(text, 0)
+            if num_read < len(token_ids):
+                self._num_read[text] = len(token_ids)
+                self._fill(token_ids[num_read:])
 
     def _empty(self) -> None:
         self._num_read.clear()

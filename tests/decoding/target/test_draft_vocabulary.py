@@ -171,6 +171,14 @@ def test_a_quantised_draft_chooses_from_frequent_tokens_and_those_of_the_text(ru
 
 
 @torch.inference_mode()
+def test_ids_below_more_than_there_are_leave_nothing_out() -> None:
+    target = target_by("eager")
+    drafters = [LayerSkipDrafter(target, LayerSkip(bits=8, ids_below=below)) for below in (VOCABULARY, None)]
+    all_ids, plain = (drafted_from(target, REQUEST.prompt, each) for each in drafters)
+    assert torch.equal(all_ids, plain)
+
+
+@torch.inference_mode()
 def test_the_latest_tokens_of_a_text_with_more_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lm_heads, "TEXT_SLOTS", 3)
     target = target_by("eager")
