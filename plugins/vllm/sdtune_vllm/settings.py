@@ -46,6 +46,11 @@ def _of_engine(config: Any) -> Any:
         yield "LoRA changes the layers that draft: serve the merged model"
     if config.kv_transfer_config is not None:
         yield "keys and values that come from elsewhere were not run with this plugin"
+    if getattr(config.compilation_config.cudagraph_mode, "name", None) == "FULL":  # an enum of vLLM, or None
+        yield (
+            "with cudagraph_mode FULL, vLLM itself wrote wrong texts on an H100, also without drafts: leave its default, "
+            "FULL_AND_PIECEWISE"
+        )
     if model.is_hybrid or model.has_inner_state:
         yield "a recurrent state cannot take back rejected drafts"
     if model.is_multimodal_model:
