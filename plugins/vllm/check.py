@@ -158,6 +158,13 @@ def pad(rows: int) -> None:
     SelfDraft._new_passes = lambda self, runner, size: own(self, runner, size + rows)  # type: ignore[method-assign]
 
 
+def fill_up() -> None:
+    """Give a batch drafts of one length, as on GPUs."""
+    from sdtune_vllm.proposer import SelfDraft
+
+    SelfDraft._prefers_uniform = lambda self, num_requests: True  # type: ignore[method-assign]
+
+
 def draft_in_every_step() -> None:
     """Have no steps for the metrics of a server: a draft's counts are those of other ways to run it."""
     from sdtune_vllm import proposer
@@ -224,6 +231,7 @@ def main() -> int:
     )
     parser.add_argument("--passes", type=int, default=1, help="the second finds the prefix cache")
     parser.add_argument("--padded", type=int, default=0, help="rows without a request in draft passes, as on GPUs")
+    parser.add_argument("--filled-up", action="store_true", help="drafts of one length in a batch, as on GPUs")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--cache-mib", type=int, default=256)
@@ -245,6 +253,8 @@ def main() -> int:
 
     if args.padded:
         pad(args.padded)
+    if args.filled_up:
+        fill_up()
     draft_in_every_step()
     profile = DraftProfile.load(args.profile)
     model = args.model or profile.target.model

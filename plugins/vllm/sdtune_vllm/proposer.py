@@ -31,6 +31,10 @@ PLAIN_EVERY, PLAIN_STEPS = 300, 4
 """Of that many steps, the number that draft nothing, in a row: they tell what plain decoding takes (`pace`)."""
 
 
+MOST_UNIFORM = 128
+"""Tokens of a batch whose drafts are filled up to one length: on a GPU, a pass of so many takes little longer (an estimate)."""
+
+
 class SelfDraft:
     """The proposer of `--speculative-config '{"method": "custom_class", "model": "sdtune_vllm.proposer.SelfDraft", ...}'`."""
 
@@ -77,7 +81,7 @@ class SelfDraft:
         if self._head is not None:
             assert states is not None, "asked for when the runner was made"
             self._fill_head(runner, scheduled.total_num_scheduled_tokens, states[0], common)
-        batch, turns = runner.input_batch, list[Turn]()
+        batch, turns, rooms = runner.input_batch, list[Turn](), [self._most]
         asked = getattr(scheduled, "num_spec_tokens_to_schedule", None)  # less than usual by a schedule of batch sizes
         most = self._most if asked is None else min(self._most, asked)
         self._num_steps += 1
@@ -89,13 +93,26 @@ class SelfDraft:
             name, length = batch.req_ids[row], int(batch.num_tokens_no_spec[row])
             verified = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
             room = min(most, self._config.model_config.max_model_len - length - 1)
+            rooms.append(room)
             text = batch.token_ids_cpu[row, :length]
             turns.append(self._requests.begin(name, row, text, verified, len(tokens) - 1, room))
         self._write(runner, list(wanting_passes(turns)))
-        drafts: list[list[int]] = [[] for _ in sampled]
-        for turn in turns:
-            drafts[turn.row] = turn.tokens
-        return drafts
+        is_uniform = self._prefers_uniform(len(turns)) and len(turns) == len(sampled) and min(rooms) == self._most
+        drafts = self._requests.drafts(turns, self._most if is_uniform else None)
+        return [drafts.get(row, []) for row in range(len(sampled))]
+
+    def _prefers_uniform(self, num_requests: int) -> bool:
+        """Return True if vLLM runs so many requests in one CUDA graph where all drafts are of the longest length.
+
+        It runs others in pieces, between which the GPU waits for the host.
+        """
+        compilation = self._config.compilation_config
+        size = num_requests * (1 + self._most)
+        return (
+            self._config.device_config.device_type == "cuda"
+            and compilation.cudagraph_mode.has_full_cudagraphs()
+            and size <= min(MOST_UNIFORM, compilation.max_cudagraph_capture_size)
+        )
 
     def record(self, runner: Any) -> None:
         """Record the draft's passes, after vLLM has recorded its own: nothing on a CPU."""
