@@ -150,19 +150,14 @@ class Engine:
         return known[own[at]].logprob - known[other[at]].logprob if {own[at], other[at]} <= known.keys() else math.inf
 
 
-def pad(rows: int) -> None:
-    """Give draft passes rows without a request, as CUDA graphs have them."""
+def run_as_on_a_gpu() -> None:
+    """Give draft passes rows without a request, as CUDA graphs have them, and a batch drafts of one length."""
     from sdtune_vllm.proposer import SelfDraft
 
-    own = SelfDraft._new_passes
-    SelfDraft._new_passes = lambda self, runner, size: own(self, runner, size + rows)  # type: ignore[method-assign]
-
-
-def fill_up() -> None:
-    """Give a batch drafts of one length, as on GPUs."""
-    from sdtune_vllm.proposer import SelfDraft
-
-    SelfDraft._prefers_uniform = lambda self, num_requests: True  # type: ignore[method-assign]
+    own: Any = SelfDraft._new_passes
+    changed: Any = SelfDraft
+    changed._new_passes = lambda self, runner, size: own(self, runner, size + 2)
+    changed._prefers_uniform = lambda self, num_requests: True
 
 
 def draft_in_every_step() -> None:
@@ -230,8 +225,11 @@ def main() -> int:
         "--batch", type=int, nargs="+", default=[1], help="requests side by side; may be several numbers"
     )
     parser.add_argument("--passes", type=int, default=1, help="the second finds the prefix cache")
-    parser.add_argument("--padded", type=int, default=0, help="rows without a request in draft passes, as on GPUs")
-    parser.add_argument("--filled-up", action="store_true", help="drafts of one length in a batch, as on GPUs")
+    parser.add_argument(
+        "--as-on-a-gpu",
+        action="store_true",
+        help="rows without a request in draft passes, drafts of one length in a batch",
+    )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--cache-mib", type=int, default=256)
@@ -251,10 +249,8 @@ def main() -> int:
     import vllm
     from vllm import SamplingParams
 
-    if args.padded:
-        pad(args.padded)
-    if args.filled_up:
-        fill_up()
+    if args.as_on_a_gpu:
+        run_as_on_a_gpu()
     draft_in_every_step()
     profile = DraftProfile.load(args.profile)
     model = args.model or profile.target.model

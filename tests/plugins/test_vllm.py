@@ -93,17 +93,17 @@ def test_copies_alone_have_the_rules_length(draft: Draft) -> None:
     assert requests(draft).begin("a", 0, [1, 2, 3], 0, 0, room=8).tokens == []
 
 
-def test_drafts_filled_up_to_one_length_teach_the_rule_nothing() -> None:
+def test_padding_teaches_the_rule_nothing() -> None:
     known = requests(SKIP, AdaEdl(max_tokens=4, persistent=True))
     thresholds = {}
-    for name, accepted in (("filled", 3), ("as drafted", 1)):  # with what filled it up, by chance
+    for name, accepted in (("padded", 3), ("as drafted", 1)):  # padding too, by chance
         drafting, idle = known.begin(name, 0, [5], 0, 0, room=4), known.begin("idle", 1, [6, 9], 0, 0, room=4)
         drafting.take(7, SURE)
-        drafts = known.drafts([drafting, idle], 4 if name == "filled" else None)
-        assert drafts == ({0: [7, 5, 5, 5], 1: [9] * 4} if name == "filled" else {0: [7], 1: []})
+        drafts = known.drafts([drafting, idle], 4 if name == "padded" else None)
+        assert drafts == ({0: [7, 5, 5, 5], 1: [9] * 4} if name == "padded" else {0: [7], 1: []})
         again = known.begin(name, 0, [5, 7, 5], len(drafts[0]), accepted, room=4)
         thresholds[name] = again.request.controller.threshold
-    assert thresholds["filled"] == thresholds["as drafted"]
+    assert thresholds["padded"] == thresholds["as drafted"]
     assert known.drafts([idle], 4) == {1: []}, "nothing is verified where no request drafts"
 
 

@@ -32,7 +32,7 @@ PLAIN_EVERY, PLAIN_STEPS = 300, 4
 
 
 MOST_UNIFORM = 128
-"""Tokens of a batch whose drafts are filled up to one length: on a GPU, a pass of so many takes little longer (an estimate)."""
+"""Tokens of a batch whose drafts are padded to one length: on a GPU, a pass of so many takes little longer (an estimate)."""
 
 
 class SelfDraft:

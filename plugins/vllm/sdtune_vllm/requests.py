@@ -20,7 +20,7 @@ class DraftingRequest:
     is_steered: bool = False
     """True if the rule steered the latest draft: a lookup before the draft is none of its business."""
     num_drafted: int = 0
-    """Tokens of the latest draft, without those that filled it up."""
+    """Tokens of the latest draft, without padding."""
 
     def read(self, text: Sequence[int]) -> None:
         """Take over the tokens that the request has got since the last call."""
@@ -94,18 +94,16 @@ class DraftingRequests:
         tokens = [] if copied is None else copied[: request.controller.length_of_copy(len(copied))]
         return Turn(row, request, len(tokens), tokens)
 
-    def drafts(self, turns: Sequence[Turn], filled_up_to: int | None = None) -> dict[int, list[int]]:
-        """Return the finished drafts by row, filled up to one length if it is given and any request drafts.
+    def drafts(self, turns: Sequence[Turn], padded_to: int | None = None) -> dict[int, list[int]]:
+        """Return the finished drafts by row, padded to one length if it is given and any request drafts.
 
-        A filled draft repeats the last token of its text: it is verified as any draft, and hardly ever accepted.
+        Padding repeats the last token of the text: it is verified as any draft is, and hardly ever accepted.
         """
         for turn in turns:
             turn.request.num_drafted = len(turn.tokens)
-        if filled_up_to is None or not any(turn.tokens for turn in turns):
+        if padded_to is None or not any(turn.tokens for turn in turns):
             return {turn.row: turn.tokens for turn in turns}
-        return {
-            turn.row: turn.tokens + turn.request.token_ids[-1:] * (filled_up_to - len(turn.tokens)) for turn in turns
-        }
+        return {turn.row: turn.tokens + turn.request.token_ids[-1:] * (padded_to - len(turn.tokens)) for turn in turns}
 
     def end(self, names: Collection[str]) -> None:
         """Forget requests; the next one goes on with the state of a rule that is `persistent`."""
