@@ -16,6 +16,7 @@ from benchmarks.demo_model.corpus import LIBRARY, Corpus
 from benchmarks.steps import run_step
 from benchmarks.widening import Widths, widen
 from decoding.drafts import SuffixDraft
+from tests.support.engine_stub import write_llama_cpp
 from tests.support.heads import write_heads
 from tests.support.paths import DEMO
 from tests.support.profiles import save_profile
@@ -95,6 +96,17 @@ def test_rules(here: Path, run: Run) -> None:
     assert {"fixed 1", "fixed 2", "ada_edl", "the profile's own"} < set(rows)
     assert sum("*" in row["all"] for row in rows.values()) == 1
     assert all(row["identical"] == row["prompts"] for row in rows.values())
+
+
+def test_llama_cpp(here: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_CPP", str(write_llama_cpp(here / "llama.cpp")))
+    save_profile(here / "profile.yaml", "model", SuffixDraft())
+    (here / "Q8_0").mkdir()
+    found = run("llama_cpp", "Q8_0", "--profile", "profile.yaml", *SEARCH, **SIZES)
+    rows = {row["contender"]: row for row in found["rows"]}
+    assert rows["profile"]["identical"] == rows["profile"]["prompts"]
+    assert rows["Q8_0"]["identical"] == 0, "the stub's texts are its own"
+    assert set(found["samples"]) == set(rows)
 
 
 def test_predictions(here: Path, run: Run) -> None:
