@@ -18,7 +18,7 @@ from benchmarks.results import show, write
 from benchmarks.task import Printed, facts_of, read_config, search_arguments
 from decoding.decoder import Decoder, plain_decoder
 from decoding.profile import DraftProfile
-from studies.ratios import Ratio
+from studies.measurement import ratio_interval
 from tuner.engines.bench import EngineDecoding
 from tuner.engines.contract import Served, ServerSettings, find_engine
 from tuner.engines.server import served
@@ -61,7 +61,7 @@ def main() -> None:
         {
             "contender": name,
             "over plain": f"{each.speedup_interval()}",
-            "profile over it": f"{Ratio.of_speeds(each.draft_decode, measured[PROFILE].draft_decode).interval()}",
+            "profile over it": f"{ratio_interval(measured[PROFILE], each)}",
             "identical": each.num_identical,
             "prompts": each.num_prompts,
         }
