@@ -30,9 +30,8 @@ logger = logging.getLogger("vllm.sdtune")
 PLAIN_EVERY, PLAIN_STEPS = 300, 4
 """Of that many steps, the number that draft nothing, in a row: they tell what plain decoding takes (`pace`)."""
 
-
 MOST_UNIFORM = 128
-"""Tokens of a batch whose drafts are padded to one length: on a GPU, a pass of so many takes little longer (an estimate)."""
+"""Most tokens of a batch whose drafts are padded to one length: on a GPU, a pass of 128 takes little longer (an estimate)."""
 
 
 class SelfDraft:
@@ -102,9 +101,9 @@ class SelfDraft:
         return [drafts.get(row, []) for row in range(len(sampled))]
 
     def _prefers_uniform(self, num_requests: int) -> bool:
-        """Return True if vLLM runs so many requests in one CUDA graph where all drafts are of the longest length.
+        """Return True if vLLM runs a batch of this many requests in one CUDA graph once all drafts have the longest length.
 
-        It runs others in pieces, between which the GPU waits for the host.
+        It runs other batches in pieces, and the GPU waits for the host in between.
         """
         compilation = self._config.compilation_config
         size = num_requests * (1 + self._most)
