@@ -54,7 +54,7 @@ class Leaves:
 
 def most_likely(scores: Tensor) -> Tensor:
     """Return the token ids [..] with the highest of `scores` [.., vocabulary]."""
-    return scores.argmax(dim=-1)
+    return scores.max(dim=-1).indices  # on a CPU three times as fast as `argmax`
 
 
 def sample(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:

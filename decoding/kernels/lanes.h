@@ -1,6 +1,6 @@
 // Numbers in a vector register, and what kernels do with them: 16 of AVX-512, 8 of AVX2.
 //
-// A source that defines SDTUNE_AVX2 gets AVX2 in either case.
+// A source that defines SDTUNE_AVX2 gets AVX2 in either case, one that defines SDTUNE_AVX512 no tiles of AMX.
 
 #include <immintrin.h>
 
@@ -15,6 +15,9 @@ namespace {
 constexpr int64_t kLanes = 16;
 #ifdef __AVX512BF16__
 #define SDTUNE_BFLOAT16  // there is an instruction for products of pairs
+#if defined(__AMX_BF16__) && !defined(SDTUNE_AVX512)
+#define SDTUNE_AMX_BFLOAT16  // and one for products of tiles of pairs
+#endif
 #endif
 using Lanes = __m512;
 using Halves = __m256i;  // numbers of 16 bits

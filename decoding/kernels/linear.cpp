@@ -2,10 +2,11 @@
 //
 // Bound by reading the weight, which stays in torch's layout and is read once. Four rows are summed at a time, each
 // from another quarter of the weight: four sequential streams of memory. Neighbouring rows at a time would be two to
-// four streams within one page, which the processor prefetches badly. A sum does not depend on the other positions
-// of the pass: the same bits for any number of them.
+// four streams within one page, which the processor prefetches badly. bfloat16 goes through the tiles of AMX where there are any.
+// A sum does not depend on the other positions of the pass: the same bits for any number of them.
 
 #include <ATen/Parallel.h>
+#include <ATen/cpu/Utils.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <type_traits>
@@ -149,6 +150,134 @@ struct Product {
   }
 };
 
+#ifdef SDTUNE_AMX_BFLOAT16
+
+// bfloat16 in the tiles of AMX: 16 rows of the weight as they lie in memory, by 32 inputs, times up to 16 positions, which take
+// no longer than one.
+class TiledProduct {
+ public:
+  static constexpr int64_t kTileRows = 16, kTileInputs = 32, kTilePositions = 16;
+  static constexpr int64_t kStepsAhead = 4;
+
+  // True if the system lets this process use tiles, which have to be asked for.
+  static bool allowed() {
+    static const bool is_allowed = at::cpu::init_amx();
+    return is_allowed;
+  }
+
+  // At least one tile of rows.
+  TiledProduct(const uint16_t* values, const uint16_t* weight, uint16_t* outputs, int64_t positions, int64_t rows, int64_t inputs)
+      : weight(weight), outputs(outputs), positions(positions), rows(rows), inputs(inputs),
+        pieces((positions + kTilePositions - 1) / kTilePositions), columns((positions + pieces - 1) / pieces),
+        steps((inputs + kTileInputs - 1) / kTileInputs), pairs(pieces * steps * kTileInputs / 2 * columns) {
+    for (int64_t piece = 0; piece < pieces; ++piece)
+      for (int64_t step = 0; step < steps; ++step) {
+        Lanes tile[kLanes];
+        for (int64_t m = 0; m < kTilePositions; ++m) {
+          const int64_t position = piece * columns + m, first = step * kTileInputs;
+          const bool exists = m < columns && position < positions;
+          tile[m] = exists ? load_pairs(values + position * inputs + first, inputs - first) : zeros();
+        }
+        transpose(tile);
+        float* to = &pairs[(piece * steps + step) * kTileInputs / 2 * columns];
+        for (int64_t i = 0; i < kTileInputs / 2; ++i) store(to + i * columns, columns, tile[i]);
+      }
+  }
+
+  void compute() const {
+    const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+    const int64_t grain = std::max<int64_t>(1, kBytesPerThread / (kTileRows * inputs * sizeof(uint16_t)));
+    at::parallel_for(0, tiles, grain, [this](int64_t first, int64_t end) {
+      const Shapes shapes(columns);
+      written();
+      _tile_loadconfig(&shapes);
+      const int64_t half = (end - first) / 2;
+      for (int64_t tile = first; tile < first + half; ++tile) all_positions<2>(row_of(tile), row_of(tile + half));
+      if ((end - first) % 2) all_positions<1>(row_of(end - 1), 0);
+      _tile_release();
+    });
+  }
+
+ private:
+  // The tiles of a thread: sums [rows, positions] in 0 and 1, weights [rows, inputs] in 2 and 3, pairs [inputs / 2, positions] in 4.
+  struct Shapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+    explicit Shapes(int64_t columns) {
+      for (int i = 0; i < 5; ++i) rows[i] = 16, bytes[i] = i == 2 || i == 3 ? 64 : 4 * columns;
+    }
+  };
+
+  const uint16_t* weight;
+  uint16_t* outputs;
+  int64_t positions, rows, inputs, pieces, columns, steps;
+  std::vector<float> pairs;  // [pieces, steps, 16, columns]: two neighbouring inputs of a position
+
+  // Tells the compiler, which does not know what tiles read, to store everything before.
+  static void written() { asm volatile("" ::: "memory"); }
+
+  // The last tile begins earlier, so that it is whole: some of its rows are computed twice.
+  int64_t row_of(int64_t tile) const { return std::min(tile * kTileRows, rows - kTileRows); }
+
+  // One or two tiles of rows, which stay in the first cache meanwhile.
+  template <int T>
+  void all_positions(int64_t row, int64_t other) const {
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      sum<T>(weight + row * inputs, weight + other * inputs, &pairs[piece * steps * kTileInputs / 2 * columns]);
+      float sums[kTileRows * kTilePositions];
+      _tile_stored(0, sums, kTilePositions * sizeof(float));
+      write(sums, row, piece);
+      if constexpr (T == 1) continue;
+      _tile_stored(1, sums, kTilePositions * sizeof(float));
+      write(sums, other, piece);
+    }
+  }
+
+  template <int T>
+  void sum(const uint16_t* row, const uint16_t* other, const float* values) const {
+    const int64_t whole = inputs / kTileInputs, rest = inputs % kTileInputs, stride = inputs * sizeof(uint16_t);
+    const int64_t value_stride = columns * sizeof(float), next = kTileInputs / 2 * columns;
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t step = 0; step < whole; ++step, values += next, row += kTileInputs, other += kTileInputs) {
+      // The inputs of a few steps later, at the end those of the next tile.
+      const int64_t ahead = kStepsAhead * kTileInputs + (step + kStepsAhead < whole ? 0 : (kTileRows - 1) * inputs);
+      for (int64_t r = 0; r < kTileRows; ++r) {
+        _mm_prefetch((const char*)(row + ahead + r * inputs), _MM_HINT_T0);
+        if constexpr (T == 2) _mm_prefetch((const char*)(other + ahead + r * inputs), _MM_HINT_T0);
+      }
+      _tile_loadd(4, values, value_stride);
+      _tile_loadd(2, row, stride);
+      _tile_dpbf16ps(0, 2, 4);
+      if constexpr (T == 1) continue;
+      _tile_loadd(3, other, stride);
+      _tile_dpbf16ps(1, 3, 4);
+    }
+    if (rest == 0) return;
+    uint16_t padded[T][kTileRows * kTileInputs] = {};
+    for (int t = 0; t < T; ++t)
+      for (int64_t r = 0; r < kTileRows; ++r)
+        std::copy_n((t ? other : row) + r * inputs, rest, padded[t] + r * kTileInputs);
+    written();
+    _tile_loadd(4, values, value_stride);
+    _tile_loadd(2, padded[0], kTileInputs * sizeof(uint16_t));
+    _tile_dpbf16ps(0, 2, 4);
+    if constexpr (T == 1) return;
+    _tile_loadd(3, padded[T - 1], kTileInputs * sizeof(uint16_t));
+    _tile_dpbf16ps(1, 3, 4);
+  }
+
+  void write(const float* sums, int64_t row, int64_t piece) const {
+    Lanes tile[kLanes];
+    for (int64_t r = 0; r < kTileRows; ++r) tile[r] = load(sums + r * kTilePositions, columns);
+    transpose(tile);
+    const int64_t first = piece * columns, count = std::min(columns, positions - first);
+    for (int64_t m = 0; m < count; ++m) store_halves(outputs + (first + m) * rows + row, to_bfloat16(tile[m]));
+  }
+};
+#endif
+
 template <typename Kind>
 void multiply(const void* values, const void* weight, void* outputs, int64_t positions, int64_t rows, int64_t inputs) {
   using Value = typename Kind::Value;
@@ -162,6 +291,10 @@ void multiply(const void* values, const void* weight, void* outputs, int64_t pos
 extern "C" __attribute__((visibility("default"))) void sdtune_multiply(
     const void* values, const void* weight, void* outputs, int64_t positions, int64_t rows, int64_t inputs,
     int64_t item_size) {
+#ifdef SDTUNE_AMX_BFLOAT16
+  if (item_size == 2 && rows >= TiledProduct::kTileRows && TiledProduct::allowed())
+    return TiledProduct((const uint16_t*)values, (const uint16_t*)weight, (uint16_t*)outputs, positions, rows, inputs).compute();
+#endif
   if (item_size == 2) return multiply<BFloat16>(values, weight, outputs, positions, rows, inputs);
   multiply<Float32>(values, weight, outputs, positions, rows, inputs);
 }
