@@ -14,6 +14,10 @@
 
 #include "lanes.h"
 
+// Before a loop over an array of sums. gcc unrolls it by itself only after it has decided what stays in registers: it then stores
+// every sum at every step, which takes longer than the products.
+#define SDTUNE_UNROLLED _Pragma("GCC unroll 8")
+
 namespace {
 
 constexpr int64_t kRows = 4;
@@ -89,31 +93,39 @@ struct Product {
   Value* outputs;
   int64_t positions, rows, inputs;
 
-  // Sums of `R` rows that are `step` rows apart, for `M` positions.
+  // Sums of `R` rows that are `step` rows apart, for `M` positions. All that the loop reads is local, so that it stays in registers.
   template <int R, int M>
   void sum(int64_t row, int64_t step, int64_t position) const {
+    const int64_t inputs = this->inputs, stride = values.stride, apart = step * inputs;
     const Value* w = weight + row * inputs;
-    const auto* x = values.data + position * values.stride;
+    const auto* x = values.data + position * stride;
     // With few positions the processor keeps ahead by itself. The next rows come while the same rows are summed again.
     const bool ahead = kLanes == 16 ? M >= 3 : positions > kMaxPositions;
     const int64_t bytes_ahead = kLanes == 16 ? kBytesAhead : inputs * sizeof(Value);
     Lanes sums[R][M];
+    SDTUNE_UNROLLED
     for (auto& of_row : sums)
+      SDTUNE_UNROLLED
       for (auto& each : of_row) each = zeros();
-    const auto accumulate = [&](int64_t k, auto count) {
+    const auto accumulate = [&](int64_t k, auto count) __attribute__((always_inline)) {
       decltype(Kind::values(x, count)) of_position[M];
-      for (int m = 0; m < M; ++m) of_position[m] = Kind::values(x + m * values.stride + k, count);
+      SDTUNE_UNROLLED
+      for (int m = 0; m < M; ++m) of_position[m] = Kind::values(x + m * stride + k, count);
+      SDTUNE_UNROLLED
       for (int r = 0; r < R; ++r) {
-        const Value* from = w + r * step * inputs + k;
+        const Value* from = w + r * apart + k;
         if (ahead) _mm_prefetch((const char*)from + bytes_ahead, _MM_HINT_T1);
         const Lanes of_row = Kind::weights(from, count);
+        SDTUNE_UNROLLED
         for (int m = 0; m < M; ++m) sums[r][m] = Kind::add(sums[r][m], of_row, of_position[m]);
       }
     };
     const int64_t rest = inputs % Kind::kStep, whole = inputs - rest;
     for (int64_t k = 0; k < whole; k += Kind::kStep) accumulate(k, std::integral_constant<int64_t, Kind::kStep>());
     if (rest) accumulate(whole, rest);
+    SDTUNE_UNROLLED
     for (int m = 0; m < M; ++m)
+      SDTUNE_UNROLLED
       for (int r = 0; r < R; ++r)
         outputs[(position + m) * rows + row + r * step] = Kind::rounded(sum_of(sums[r][m]));
   }
