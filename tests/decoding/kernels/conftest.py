@@ -8,7 +8,6 @@ import torch
 from decoding.kernels import attention, compiled, linear, quantised
 from decoding.kernels.compiled import CompiledFunction
 
-
 LESSER = {"AVX-512": "SDTUNE_AVX512", "AVX2": "SDTUNE_AVX2"}
 """Instructions, and what a source must define to be compiled for them."""
 
