@@ -5,8 +5,8 @@ torch calls read them at a third to a half of the bandwidth of a plain sum: MKL 
 three ways out:
 
 * `FewPositionsLinear`: the kernel in `linear.cpp` reads the weights in torch's own layout, so there is no second copy
-  of them, at nearly full bandwidth for up to eight positions (with AVX2 three), in bfloat16 on AMX for sixteen. A position's
-  sums do not depend on the number of positions, so the layers round alike in plain and in verifying passes.
+  of them, at nearly full bandwidth for up to eight positions (Intel Xeon; with AVX2 three), in bfloat16 with AMX for
+  sixteen. A position's sums do not depend on the number of positions, so the layers round alike in plain and in verifying passes.
 * `PackedLinear`: weights in oneDNN's packed layout, a second copy, which is read at nearly full bandwidth for one to
   eight positions. torch's own freezing does the same if weights are constants of the compiled code; here they stay
   inputs, so that one compiled block serves all layers.
