@@ -455,7 +455,9 @@ struct Product {
     at::parallel_for(0, tiles, grain, [this](int64_t first, int64_t end) {
       const int64_t step = (end - first) / Weight::kTiles;
       for (int64_t tile = first; tile < first + step; ++tile) all_positions<Weight::kTiles>(tile, step);
-      for (int64_t tile = first + step * Weight::kTiles; tile < end; ++tile) all_positions<1>(tile, 0);
+      int64_t rest = first + step * Weight::kTiles;
+      for (; end - rest >= 2; rest += 2) all_positions<2>(rest, 1);
+      if (rest < end) all_positions<1>(rest, 0);
     });
   }
 };
