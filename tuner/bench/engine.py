@@ -28,12 +28,8 @@ if TYPE_CHECKING:
     from tuner.progress import Progress
 
 EXPORT = "export"
-OVER = 8
-"""Positions beyond the longest text and its draft."""
 MOST_REPLAYED = 8
 """Prompts whose drafts transformers makes once more."""
-USUAL_DRAFT = 16
-"""Positions for the drafts of the engine's own methods."""
 
 
 @dataclass
@@ -134,18 +130,9 @@ def engine_task(config: BenchConfig, progress: Progress) -> Iterator[EngineTask]
     plan = export(settings, progress, loaded=task.loaded).plan
     assert plan is not None, "an engine's export has a plan"
     with tempfile.TemporaryDirectory(prefix="sdtune-engine-") as logs:
-        engine = EngineTask(task, program, version, plan, _server_settings(task, plan), Path(logs))
+        texts = (*task.measured, *task.choosing)
+        server = ServerSettings.of(config, texts, task.max_new_tokens, task.target.context_length)
+        engine = EngineTask(task, program, version, plan, server, Path(logs))
         progress.stage(f"files for {program.title}")
         engine.remarks = program.prepare(plan, engine.logs / "convert.log")
         yield engine
-
-
-def _server_settings(task: BenchTask, plan: Plan) -> ServerSettings:
-    config, limit = task.config, task.target.context_length
-    longest = max(len(prompt.token_ids) for prompt in (*task.measured, *task.choosing))
-    wanted = longest + task.max_new_tokens + max(plan.length.num_tokens, USUAL_DRAFT) + OVER
-    return ServerSettings(
-        context=wanted if limit is None else min(wanted, limit),
-        threads=config.threads,
-        arguments=tuple(shlex.split(config.engine_args or "")),
-    )

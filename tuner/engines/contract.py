@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from tuner.fields import PROGRAMS
 from tuner.measuring.contender import Decoded
 
 if TYPE_CHECKING:
+    from tuner.bench.config import BenchConfig
+    from tuner.config import SearchConfig
     from tuner.engines.methods import Method
     from tuner.engines.server import Client
     from tuner.export.plan import Plan
+    from tuner.inputs.prompts import Prompt
+    from tuner.tune.config import TuneConfig
+
+ROOM = 72
+"""Positions beyond the longest text: of the longest draft or copy, and a few."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,20 @@ class ServerSettings:
     """Number of sequences decoded at a time."""
     arguments: tuple[str, ...] = ()
     """The user's own flags."""
+
+    @classmethod
+    def of(
+        cls,
+        config: SearchConfig | BenchConfig | TuneConfig,
+        prompts: Iterable[Prompt],
+        max_new_tokens: int,
+        limit: int | None,
+        sequences: int = 1,
+    ) -> Self:
+        """Return a command's settings, with room for the prompts, new tokens and drafts within the model's `limit` of positions."""
+        wanted = max(len(prompt.token_ids) for prompt in prompts) + max_new_tokens + ROOM
+        context = wanted if limit is None else min(wanted, limit)
+        return cls(context, config.threads, sequences, tuple(shlex.split(config.engine_args or "")))
 
 
 @dataclass(frozen=True)

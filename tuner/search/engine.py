@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from tuner.progress import Progress
     from tuner.search.task import Task
 
-ROOM = 72
-"""Positions beyond the longest text: of the longest draft or copy, and a few."""
 HEAT = 2
 """Prompts of the heat: a sample of each order, plain first and draft first."""
 HOPELESS = 0.9
@@ -147,18 +145,10 @@ def arena(task: Task, bench: Bench, progress: Progress) -> Iterator[EngineArena 
         exports = CandidateExports(program, deployment.rules, task.loaded, task.config.heads, out)
         for remark in exports.remarks:
             progress.say(remark)
-        with EngineServers(program, exports, _settings(task), logs, bench.prompts[0]) as servers:
+        texts, limit = (*task.prompts.tuning, *task.prompts.held_out), task.target.context_length
+        settings = ServerSettings.of(task.config, texts, task.config.max_new_tokens, limit)
+        with EngineServers(program, exports, settings, logs, bench.prompts[0]) as servers:
             yield EngineArena(task, servers, version, progress)
-
-
-def _settings(task: Task) -> ServerSettings:
-    longest = max(len(each.token_ids) for each in (*task.prompts.tuning, *task.prompts.held_out))
-    wanted, limit = longest + task.config.max_new_tokens + ROOM, task.target.context_length
-    return ServerSettings(
-        context=wanted if limit is None else min(wanted, limit),
-        threads=task.config.threads,
-        arguments=tuple(shlex.split(task.config.engine_args or "")),
-    )
 
 
 @dataclass

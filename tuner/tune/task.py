@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
 EXPORT = "export"
 GROUPS = 4
 """Groups of requests side by side, at least, on which settings are chosen."""
-OVER = 72
-"""Positions beyond the longest text: of the longest draft, and a few."""
 
 
 @dataclass
@@ -96,14 +93,8 @@ def tune_task(config: TuneConfig, progress: Progress) -> Iterator[TuneTask]:
         """Load the model to tell ties from errors."""
         return Target(load(name, revision=revision, dtype=dtype).model)
 
-    longest = max(len(prompt.token_ids) for prompt in (*prompts.tuning, *prompts.held_out))
-    wanted, limit = longest + config.max_new_tokens + OVER, _limit(text_config)
-    settings = ServerSettings(
-        context=wanted if limit is None else min(wanted, limit),
-        threads=config.threads,
-        sequences=max(config.sequences),
-        arguments=tuple(shlex.split(config.engine_args or "")),
-    )
+    texts, limit = (*prompts.tuning, *prompts.held_out), _limit(text_config)
+    settings = ServerSettings.of(config, texts, config.max_new_tokens, limit, max(config.sequences))
     with tempfile.TemporaryDirectory(prefix="sdtune-engine-") as folder:
         out = Path(folder)
         if config.profile is None:
