@@ -66,6 +66,9 @@ MAX_INPUTS = {8: 2**16, 4: 2**14}
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
 """Precisions of values and outputs, in the order of the kernel."""
 
+NOTHING = torch.empty(0, dtype=torch.uint8)
+"""Group scales and minima of int8. The same tensor for all layers is one input of a compiled block, in place of two for each."""
+
 MULTIPLY = CompiledFunction("quantised.cpp", "sdtune_quantised", [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 4)
 
 
@@ -262,7 +265,8 @@ class TiledLinear(QuantisedRows):
                 is_by_tile = name != "scales"
                 if not piece:
                     length = num_tiles if is_by_tile else self.out_features
-                    self.register_buffer(name, part.new_empty(length * bool(len(part)), *part.shape[1:]))
+                    whole = part if part is NOTHING else part.new_empty(length, *part.shape[1:])
+                    self.register_buffer(name, whole)
                 first = piece * tiles_of_piece * (1 if is_by_tile else ROWS)
                 self.get_buffer(name)[first : first + len(part)] = part
         self.bias = bias
@@ -281,10 +285,9 @@ class TiledLinear(QuantisedRows):
 
 def _tiles(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tiles of a weight, its group scales and its minima as the kernel reads them."""
-    empty = torch.empty(0, dtype=torch.uint8)
     if isinstance(weight, Int8Weight):
         rows = pad(weight.rows.view(torch.uint8) ^ 128, (0, -weight.num_inputs % 4, 0, -weight.num_outputs % ROWS))
-        return rows.unflatten(1, (-1, 4)).unflatten(0, (-1, ROWS)).transpose(1, 2).contiguous(), empty, empty
+        return rows.unflatten(1, (-1, 4)).unflatten(0, (-1, ROWS)).transpose(1, 2).contiguous(), NOTHING, NOTHING
     assert isinstance(weight, Int4Weight)
     groups = -weight.pairs.shape[1] % 2
     pairs, scales, minima = (
