@@ -14,13 +14,10 @@ from tuner.fields import PROGRAMS
 from tuner.measuring.contender import Decoded
 
 if TYPE_CHECKING:
-    from tuner.bench.config import BenchConfig
-    from tuner.config import SearchConfig
     from tuner.engines.methods import Method
     from tuner.engines.server import Client
     from tuner.export.plan import Plan
     from tuner.inputs.prompts import Prompt
-    from tuner.tune.config import TuneConfig
 
 ROOM = 72
 """Positions beyond the longest text: of the longest draft or copy, and a few."""
@@ -62,16 +59,18 @@ class ServerSettings:
     @classmethod
     def of(
         cls,
-        config: SearchConfig | BenchConfig | TuneConfig,
         prompts: Iterable[Prompt],
         max_new_tokens: int,
         limit: int | None,
+        *,
+        threads: int | None,
+        engine_args: str | None,
         sequences: int = 1,
     ) -> Self:
-        """Return a command's settings, with room for the prompts, new tokens and drafts within the model's `limit` of positions."""
+        """Return settings with room for the prompts, new tokens and drafts within the model's `limit` of positions."""
         wanted = max(len(prompt.token_ids) for prompt in prompts) + max_new_tokens + ROOM
         context = wanted if limit is None else min(wanted, limit)
-        return cls(context, config.threads, sequences, tuple(shlex.split(config.engine_args or "")))
+        return cls(context, threads, sequences, tuple(shlex.split(engine_args or "")))
 
 
 @dataclass(frozen=True)

@@ -145,8 +145,11 @@ def arena(task: Task, bench: Bench, progress: Progress) -> Iterator[EngineArena 
         exports = CandidateExports(program, deployment.rules, task.loaded, task.config.heads, out)
         for remark in exports.remarks:
             progress.say(remark)
-        texts, limit = (*task.prompts.tuning, *task.prompts.held_out), task.target.context_length
-        settings = ServerSettings.of(task.config, texts, task.config.max_new_tokens, limit)
+        config, texts = task.config, (*task.prompts.tuning, *task.prompts.held_out)
+        limit, threads = task.target.context_length, config.threads
+        settings = ServerSettings.of(
+            texts, config.max_new_tokens, limit, threads=threads, engine_args=config.engine_args
+        )
         with EngineServers(program, exports, settings, logs, bench.prompts[0]) as servers:
             yield EngineArena(task, servers, version, progress)
 

@@ -94,7 +94,14 @@ def tune_task(config: TuneConfig, progress: Progress) -> Iterator[TuneTask]:
         return Target(load(name, revision=revision, dtype=dtype).model)
 
     texts, limit = (*prompts.tuning, *prompts.held_out), _limit(text_config)
-    settings = ServerSettings.of(config, texts, config.max_new_tokens, limit, max(config.sequences))
+    settings = ServerSettings.of(
+        texts,
+        config.max_new_tokens,
+        limit,
+        threads=config.threads,
+        engine_args=config.engine_args,
+        sequences=max(config.sequences),
+    )
     with tempfile.TemporaryDirectory(prefix="sdtune-engine-") as folder:
         out = Path(folder)
         if config.profile is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from annotated_types import Le
 
 from decoding.draft_length import Fixed, TopProbability
 from decoding.drafts import EarlyExit, Lookup
@@ -25,6 +26,7 @@ from tuner.export.engines.registry import ENGINES
 from tuner.export.plan import FixedLength, NgramSettings, Plan
 from tuner.export.shape import DraftShape
 from tuner.fields import PROGRAMS
+from tuner.inputs.prompts import Prompt
 
 TARGET = TargetIdentity(
     model="m", architecture="A", num_layers=6, dtype="float32", config_sha256="c", weights_sha256="w"
@@ -40,6 +42,18 @@ PLAN = Plan(
     lookup=NgramSettings(3, 3, 8),
 )
 SETTINGS = ServerSettings(context=100, threads=1, sequences=2, arguments=("--seed", "7"))
+
+
+def test_a_server_has_room_for_every_text_and_its_draft_within_the_limit_of_the_model() -> None:
+    prompts = [Prompt(row, (1,) * length, "") for row, length in enumerate((10, 30, 20))]
+    free, limited = (
+        ServerSettings.of(prompts, 20, limit, threads=2, engine_args="--name 'a b'", sequences=3)
+        for limit in (None, 64)
+    )
+    longest_draft = max(field.le for field in Fixed.model_fields["max_tokens"].metadata if isinstance(field, Le))
+    assert free.context >= 30 + 20 + longest_draft
+    assert limited == replace(free, context=64)
+    assert (free.threads, free.sequences, free.arguments) == (2, 3, ("--name", "a b"))
 
 
 def test_every_measured_engine_has_an_export() -> None:
