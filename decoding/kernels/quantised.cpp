@@ -455,7 +455,7 @@ struct Product {
     at::parallel_for(0, tiles, grain, [this](int64_t first, int64_t end) {
       const int64_t step = (end - first) / Weight::kTiles;
       for (int64_t tile = first; tile < first + step; ++tile) all_positions<Weight::kTiles>(tile, step);
-      int64_t rest = first + step * Weight::kTiles;
+      int64_t rest = first + step * Weight::kTiles;  // one tile at a time would wait for memory
       for (; end - rest >= 2; rest += 2) all_positions<2>(rest, 1);
       if (rest < end) all_positions<1>(rest, 0);
     });

@@ -6,14 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
+import torch
 
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.draft_length import RULES
 from decoding.drafts import EarlyExit, LayerSkip
 from decoding.head_folder import HeadFolder
+from decoding.target import Target
 from decoding.text import Ending
 from studies.contract import Candidate, Problem, best_trials
 from studies.measurement import BatchTexts, Measurement
@@ -23,7 +26,7 @@ from studies.space import SkipSpace
 from tests.support.costs import made_up_costs
 from tests.support.heads import write_heads
 from tests.support.records import sample
-from tests.support.tiny import tiny_target
+from tests.support.tiny import tiny_llama, tiny_target
 from tests.support.trying import Trying, as_predicted, copied
 
 NUM_LAYERS = 6
@@ -31,12 +34,28 @@ SMALL: dict[str, Any] = {"num_surveyed": 40, "max_tokens": 6, "bits": (), "rules
 SKIP_SETS: dict[str, Any] = {**SMALL, "kinds": ("skip_set",), "trees": False}
 
 
-@pytest.fixture(scope="module")
-def problem() -> Problem:
-    target = tiny_target(NUM_LAYERS)
+def _problem(target: Target) -> Problem:
     prompts = tuple(tuple((seed * 11 + index * 5) % 60 + 2 for index in range(5 + seed)) for seed in range(5))
     texts = tuple(plain_decoder(target).generate(Request(prompt, Ending(24))).tokens for prompt in prompts)
     return Problem(target, prompts, texts, earlier={}, seed=0, costs=lambda most: made_up_costs(target, most))
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    return _problem(tiny_target(NUM_LAYERS))
+
+
+@pytest.fixture(scope="module")
+def problem_of_numpy() -> Problem:
+    """Return the problem of a model whose weights NumPy draws: torch's normal numbers differ between processors."""
+    model, stream = tiny_llama(NUM_LAYERS), np.random.default_rng(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                is_last = name.endswith(("o_proj.weight", "down_proj.weight"))
+                spread = 0.12 * (0.6 ** int(name.split(".")[2]) if is_last else 1.0)  # as in `tiny_llama`
+                parameter.copy_(torch.from_numpy(stream.normal(scale=spread, size=tuple(parameter.shape))))
+    return _problem(Target(model))
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +95,13 @@ def test_drafts_that_disappoint_are_left_for_others(problem: Problem) -> None:
     assert sum(record.candidate.draft == favourite.candidate.draft for record in tried.run(9, speed)) < 7
 
 
-def test_it_ends_when_nothing_gets_better_or_is_within_reach(problem: Problem) -> None:
-    sampler, tried = begun(problem, **SKIP_SETS, patience=4)
+def test_it_ends_when_nothing_gets_better_or_is_within_reach(problem_of_numpy: Problem) -> None:
+    sampler, tried = begun(problem_of_numpy, **SKIP_SETS, patience=4)
     tried.run(25, lambda candidate, notes: 3.0)
     assert tried.ended == "no better candidate in 4 trials"
     sampler._search.add([LayerSkip(skip_attention=(1,))])
-    assert tried.ended != "no better candidate in 4 trials", "patience begins anew for drafts that join"
-    _, patient = begun(problem, **SKIP_SETS, patience=99)
+    assert tried.ended is None, "patience begins anew for drafts that join"
+    _, patient = begun(problem_of_numpy, **SKIP_SETS, patience=99)
     patient.run(40, as_predicted)
     assert (patient.ended or "").startswith("no candidate left is likely to beat")
 
@@ -129,19 +148,19 @@ def test_rating_ends_where_skip_sets_are_far_slower(problem: Problem) -> None:
     assert not any(isinstance(draft, LayerSkip) for draft in sampler._search.pool)
 
 
-def test_the_best_is_what_is_expected_not_what_a_trial_measured(problem: Problem) -> None:
-    sampler, tried = begun(problem, **SKIP_SETS, patience=30)
+def test_the_best_is_what_is_expected_not_what_a_trial_measured(problem_of_numpy: Problem) -> None:
+    sampler, tried = begun(problem_of_numpy, **SKIP_SETS, patience=30)
     lucky = 3
 
     def speed(candidate: Candidate, notes: dict[str, Any]) -> float:
         return as_predicted(candidate, notes) * (1.1 if len(sampler.expected()) == lucky else 1.0)
 
     records = tried.run(8, speed)
-    assert len(records) > lucky + 1
+    assert tried.ended is None
     expected = sampler.expected()
     assert set(expected) == {record.candidate.key for record in records}
     measured, believed = records[lucky].speedup or 0.0, expected[records[lucky].candidate.key]
-    assert believed < measured * 0.99, "one trial of several is not taken at its word"
+    assert believed < measured * 0.99, "one trial in eight is not taken at its word"
     assert best_trials(records, 1, expected=expected)[0].candidate.key == max(expected, key=lambda key: expected[key])
 
 
