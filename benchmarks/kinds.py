@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.results import show, write
-from benchmarks.task import Printed, facts_of, feature_draft, head_drafts, read_config, search_arguments
+from benchmarks.task import Printed, facts_of, head_drafts, read_config, search_arguments
 from decoding.decoder import Decoder
 from decoding.drafts import BitWidth, Draft, EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft
 from decoding.head_folder import HeadFolder
@@ -73,7 +73,7 @@ def main() -> None:
     progress = Printed()
     config = read_config(args, temperature=0.0, finalists=100)  # as many decoders are kept as kinds are measured
     task = prepare(config, progress)
-    head_drafts(task), feature_draft(task)  # refused before any decoding if they were trained on held-out prompts
+    head_drafts(task)  # refused before any decoding if they were trained on held-out prompts
     held_out = open_bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", progress)
     tuning = open_bench(task, task.prompts.tuning, "decoding the tuning prompts plainly", progress)
     rows = list(_chosen(args, task, tuning.baseline, held_out.baseline))
@@ -176,7 +176,7 @@ def _checks(draft: Draft) -> bool:
 
 def families(task: Task, num_skip_sets: int) -> dict[str, Callable[[Predictor], Sequence[Draft]]]:
     """Return the settings of each kind among which the best is chosen, as functions of a predictor, by name."""
-    target, heads, feature = task.target, list(head_drafts(task).values()), feature_draft(task)
+    target, heads = task.target, list(head_drafts(task).values())
     exits = [EarlyExit(exit_layer=layer) for layer in range(1, target.num_layers)]
 
     def skip_sets(predictor: Predictor) -> list[Draft]:
@@ -194,8 +194,6 @@ def families(task: Task, num_skip_sets: int) -> dict[str, Callable[[Predictor], 
         found |= {"model": lambda _: [LayerSkip()], "skip set": skip_sets, "exit": lambda _: exits}
     if heads:
         found["exit with head"] = lambda _: heads
-    if feature is not None:
-        found["feature head"] = lambda _: [feature]
     return found
 
 

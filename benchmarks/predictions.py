@@ -21,7 +21,7 @@ from scipy import stats
 
 from benchmarks.random_candidates import kind_of, random_candidates
 from benchmarks.results import show, write
-from benchmarks.task import Printed, facts_of, feature_draft, head_drafts, read_config, search_arguments
+from benchmarks.task import Printed, facts_of, head_drafts, read_config, search_arguments
 from decoding.draft_length import RULES
 from studies.contract import Candidate
 from studies.measurement import Measurement
@@ -59,7 +59,7 @@ def main() -> None:
     args = parser.parse_args()
     progress = Printed()
     task = prepare(read_config(args), progress)
-    heads, feature, seed = head_drafts(task), feature_draft(task), task.config.seed
+    heads, seed = head_drafts(task), task.config.seed
     bench = open_bench(task, task.prompts.tuning, "decoding the tuning prompts plainly", progress)
     prompts, outputs = bench.prompts[: args.prompts], bench.continuations[: args.prompts]
     lengths = [len(prompt) for prompt in prompts]
@@ -77,7 +77,6 @@ def main() -> None:
         max_tokens=args.max_tokens,
         heads=heads,
         bits=tuple(args.bits),
-        feature=feature,
         with_leaves=args.branches,
     )
     costed = time.perf_counter()

@@ -12,7 +12,7 @@ import numpy as np
 import optuna
 
 from decoding.draft_length import RULES
-from decoding.drafts import BitWidth, Draft, EarlyExit, FeatureHeadDraft
+from decoding.drafts import BitWidth, Draft, EarlyExit
 from decoding.target import Target
 from studies.contract import Candidate
 from studies.space import CHAIN, NOTHING_BEFORE, OWN_WEIGHTS, SKIP_SET, SkipSpace, Space
@@ -35,7 +35,7 @@ def kind_of(draft: Draft) -> str:
         return "quantised"
     if not draft.runs_model:
         return "lookup alone"
-    return "lookup first" if draft.parts.lookup and draft.name != "feature head" else draft.label
+    return "lookup first" if draft.parts.lookup else draft.label
 
 
 def random_candidates(
@@ -47,7 +47,6 @@ def random_candidates(
     max_tokens: int = 8,
     heads: Mapping[int, EarlyExit] | None = None,
     bits: Sequence[BitWidth] = (),
-    feature: FeatureHeadDraft | None = None,
     with_leaves: bool = False,
 ) -> list[Candidate]:
     """Return `count` different configurations of the model, or as many as are found; `heads` are exits with a head, by layer."""
@@ -58,7 +57,6 @@ def random_candidates(
         max_tokens=max_tokens,
         skips=skips,
         exits=[*(EarlyExit(exit_layer=layer) for layer in range(1, target.num_layers)), *(heads or {}).values()],
-        feature=feature,
         copies=True,
         bits=bits,
         trees=with_leaves,

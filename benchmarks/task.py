@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import yaml
 
-from decoding.drafts import EarlyExit, FeatureHeadDraft
+from decoding.drafts import EarlyExit
 from studies.contract import TrialRecord
 from tuner.config import SearchConfig, load_config
 from tuner.errors import ConfigError
@@ -104,8 +104,3 @@ def head_drafts(task: Task) -> dict[int, EarlyExit]:
     Raises `ExitHeadError` for heads that do not belong to the task, or were trained on held-out prompts.
     """
     return task.head_folder.drafts(range(1, task.target.num_layers), held_out=token_ids(task.prompts.held_out))
-
-
-def feature_draft(task: Task) -> FeatureHeadDraft | None:
-    """Return the draft of the feature head in the folder of heads, if it has one; errors are those of `head_drafts`."""
-    return task.head_folder.feature_draft(held_out=token_ids(task.prompts.held_out))

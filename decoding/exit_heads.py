@@ -1,4 +1,4 @@
-"""Trained heads on disk: one safetensors file per exit or feature head, whose metadata names the model and the training.
+"""Trained heads on disk: one safetensors file per exit head, whose metadata names the model and the training.
 
 `decoding.target` knows the modules of heads, `tuner.heads` their training, `decoding.head_folder` a folder of heads.
 """
@@ -21,14 +21,10 @@ from decoding.documents.atomic_write import write_atomically
 from decoding.documents.strict_yaml import Document, validate
 from decoding.errors import ExitHeadError, one_line
 from decoding.fingerprint import Fingerprint, fingerprint
-from decoding.target import DraftVocabulary, ExitHead, FeatureHead, Target
-from decoding.target.heads import new_exit_head, new_feature_head
+from decoding.target import DraftVocabulary, ExitHead, Target
+from decoding.target.heads import new_exit_head
 
 METADATA_KEY = "sdtune"
-EXIT_SCHEMA: Literal["sdtune-exit-head/v1"] = "sdtune-exit-head/v1"
-FEATURE_SCHEMA: Literal["sdtune-feature-head/v1"] = "sdtune-feature-head/v1"
-FEATURE_HEAD = "feature_head.safetensors"
-"""Usual file name of a model's feature head."""
 VOCABULARY_KEY = "sdtune_draft_vocabulary"
 """Name of the tensor of token ids that a head drafts from, beside its weights."""
 
@@ -53,10 +49,6 @@ class HeadTraining(Document):
     seconds: float = Field(description="to generate the training texts and to train all heads of the distillation")
     before: ExitFigures = Field(description="of the exit without a head")
     after: ExitFigures
-    before_by_step: tuple[ExitFigures, ...] = Field(
-        (), description="of an untrained feature head, by the step of a round; `before` is the first"
-    )
-    after_by_step: tuple[ExitFigures, ...] = Field((), description="the same after the training")
     device: str
     versions: dict[str, str]
     identity: dict[str, Any] = Field(
@@ -68,23 +60,14 @@ class HeadTraining(Document):
 class HeadFacts(Document):
     """Metadata of a head's file."""
 
-    schema_: Literal["sdtune-exit-head/v1", "sdtune-feature-head/v1"] = Field(EXIT_SCHEMA, alias="schema")
-    exit_layer: int = Field(ge=1, description="number of blocks before the head; all of the model's for a feature head")
+    schema_: Literal["sdtune-exit-head/v1"] = Field("sdtune-exit-head/v1", alias="schema")
+    exit_layer: int = Field(ge=1, description="number of blocks before the head")
     num_layers: int
     architecture: str
     config_sha256: str
     weights_sha256: str
     draft_vocabulary: int | None = Field(None, ge=1, description="number of tokens that it drafts from; None for all")
     training: HeadTraining | None = None
-
-    @property
-    def is_feature_head(self) -> bool:
-        """True if the head drafts on from its own states."""
-        return self.schema_ == FEATURE_SCHEMA
-
-    @property
-    def noun(self) -> str:
-        return "feature head" if self.is_feature_head else "exit head"
 
 
 def head_name(exit_layer: int) -> str:
@@ -96,7 +79,7 @@ def prompt_sha256(token_ids: tuple[int, ...] | list[int]) -> str:
     return hashlib.sha256(json.dumps(list(token_ids)).encode()).hexdigest()[:16]
 
 
-def save_head(path: Path, head: ExitHead | FeatureHead, facts: HeadFacts) -> str:
+def save_head(path: Path, head: ExitHead, facts: HeadFacts) -> str:
     """Write a head atomically and return the SHA-256 of its file; raise `ExitHeadError` if it cannot be written."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.block.state_dict().items()}
     if head.vocabulary is not None:
@@ -138,35 +121,25 @@ def load_exit_head(path: Path, target: Target, exit_layer: int, model: Fingerpri
     """Return the frozen head of one exit, in the precision and on the device of `target`.
 
     `model` is the target's fingerprint, computed if it is not given. Raises `ExitHeadError` for a missing or damaged file, and for
-    a head of another model, exit or kind.
+    a head of another model or exit.
     """
-    facts = _facts_for(path, target, EXIT_SCHEMA, model)
+    facts = _facts_for(path, target, model)
     if facts.exit_layer != exit_layer:
         raise ExitHeadError(f"the exit head {path} is for exit layer {facts.exit_layer}, not {exit_layer}")
     head = new_exit_head(target)
     return ExitHead(head.block, _load_weights(path, facts, head.block, target))
 
 
-def load_feature_head(path: Path, target: Target, model: Fingerprint | None = None) -> FeatureHead:
-    """Return the frozen feature head of `target`, in its precision and on its device; otherwise as `load_exit_head`."""
-    facts = _facts_for(path, target, FEATURE_SCHEMA, model)
-    head = new_feature_head(target)
-    return FeatureHead(head.block, _load_weights(path, facts, head.block, target))
-
-
-def _facts_for(path: Path, target: Target, schema: str, model: Fingerprint | None) -> HeadFacts:
-    """Return a head's metadata; raise `ExitHeadError` unless it is a head of this kind for this model."""
+def _facts_for(path: Path, target: Target, model: Fingerprint | None) -> HeadFacts:
+    """Return a head's metadata; raise `ExitHeadError` unless it is a head for this model."""
     facts = read_facts(path)
     model = model or fingerprint(target.model)
     if (facts.config_sha256, facts.weights_sha256) != (model.config_sha256, model.weights_sha256):
         trained_for = facts.training.model if facts.training else f"a {facts.architecture} of {facts.num_layers} layers"
         raise ExitHeadError(
-            f"the {facts.noun} {path} belongs to another model ({trained_for}): distil one for this model with "
+            f"the exit head {path} belongs to another model ({trained_for}): distil one for this model with "
             "`sdtune distill`"
         )
-    if facts.schema_ != schema:
-        wanted = "feature head" if schema == FEATURE_SCHEMA else "exit head"
-        raise ExitHeadError(f"{path} is no {wanted}, but the {facts.noun} of a draft of another kind")
     return facts
 
 
@@ -179,9 +152,9 @@ def _load_weights(path: Path, facts: HeadFacts, block: nn.Module, target: Target
         token_ids = tensors.pop(VOCABULARY_KEY, None)
         block.load_state_dict(tensors)
     except (SafetensorError, OSError, RuntimeError) as cause:
-        raise ExitHeadError(f"the {facts.noun} {path} is damaged: {one_line(cause)}") from None
+        raise ExitHeadError(f"the exit head {path} is damaged: {one_line(cause)}") from None
     if not all(torch.isfinite(parameter).all() for parameter in block.parameters()):
-        raise ExitHeadError(f"the {facts.noun} {path} is damaged: it holds non-finite weights")
+        raise ExitHeadError(f"the exit head {path} is damaged: it holds non-finite weights")
     vocabulary = None if token_ids is None else DraftVocabulary(tuple(token_ids.tolist()))
     _check_vocabulary(path, vocabulary, facts, target)
     return vocabulary
@@ -193,7 +166,7 @@ def _check_vocabulary(path: Path, vocabulary: DraftVocabulary | None, facts: Hea
     ascends = all(one < other for one, other in pairwise(token_ids))
     within = not token_ids or (token_ids[0] >= 0 and token_ids[-1] < target.config.vocab_size)
     if len(token_ids) != (facts.draft_vocabulary or 0) or not ascends or not within:
-        raise ExitHeadError(f"the {facts.noun} {path} is damaged: its draft vocabulary is not one of this model")
+        raise ExitHeadError(f"the exit head {path} is damaged: its draft vocabulary is not one of this model")
 
 
 def check_head_file(path: Path, sha256: str) -> None:

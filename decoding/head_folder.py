@@ -1,31 +1,26 @@
-"""A folder of trained heads for one target: which exits have a head, the drafts that use them, and the loaded modules.
-
-Beside exit heads a folder may hold one feature head.
-"""
+"""A folder of trained heads for one target: which exits have a head, the drafts that use them, and the loaded modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from decoding.documents.atomic_write import write_atomically
-from decoding.drafts import DraftDocument, EarlyExit, FeatureHeadDraft
+from decoding.drafts import DraftDocument, EarlyExit
 from decoding.errors import ExitHeadError
 from decoding.exit_heads import (
-    FEATURE_HEAD,
     HeadFacts,
     check_head_file,
     file_sha256,
     head_name,
     load_exit_head,
-    load_feature_head,
     prompt_sha256,
     read_facts,
 )
 from decoding.fingerprint import Fingerprint, fingerprint
-from decoding.target import ExitHead, FeatureHead, Target
+from decoding.target import ExitHead, Target
 
 MAX_LOADED = 4
 """Heads kept in memory; others are read again when they are asked for."""
@@ -34,7 +29,6 @@ PromptTokenIds = Sequence[Sequence[int]]
 """Token ids of prompts."""
 
 DraftT = TypeVar("DraftT", bound=DraftDocument)
-HeadT = TypeVar("HeadT", ExitHead, FeatureHead)
 
 
 class HeadFolder:
@@ -47,7 +41,7 @@ class HeadFolder:
         self._target = target
         self.folder = folder
         # A plain dictionary: a cached method would refer to itself, and keep all this until a garbage collection.
-        self._loaded: dict[tuple[object, ...], Any] = {}
+        self._loaded: dict[tuple[str, str, int], ExitHead] = {}
 
     def facts(self, exit_layer: int) -> HeadFacts | None:
         """Return the metadata of an exit's head, or None if the folder has no head for it."""
@@ -56,10 +50,6 @@ class HeadFolder:
         if facts is not None and facts.exit_layer != exit_layer:
             raise ExitHeadError(f"the exit head {path} is for exit layer {facts.exit_layer}, whatever its name says")
         return facts
-
-    def feature_facts(self) -> HeadFacts | None:
-        """Return the metadata of the feature head, or None if the folder has none."""
-        return self._own_facts(self.folder / FEATURE_HEAD)
 
     def drafts(self, exit_layers: Iterable[int], *, held_out: PromptTokenIds = ()) -> dict[int, EarlyExit]:
         """Return the draft of each of `exit_layers` that has a head, by exit layer.
@@ -73,11 +63,6 @@ class HeadFolder:
             if facts is not None
         }
 
-    def feature_draft(self, *, held_out: PromptTokenIds = ()) -> FeatureHeadDraft | None:
-        """Return the draft of the feature head, or None if the folder has none; otherwise as `drafts`."""
-        facts = self.feature_facts()
-        return None if facts is None else FeatureHeadDraft(**self._keys(FEATURE_HEAD, facts, held_out))
-
     def _keys(self, name: str, facts: HeadFacts, held_out: PromptTokenIds) -> dict[str, Any]:
         """Return what a document says about its head."""
         path = self.folder / name
@@ -86,21 +71,14 @@ class HeadFolder:
 
     def get(self, draft: EarlyExit) -> ExitHead:
         """Return the loaded head of `draft`, which must have one; raise `ExitHeadError` if its file is missing or differs."""
-        return self._read(draft, partial(load_exit_head, exit_layer=draft.exit_layer))
-
-    def feature_head(self, draft: FeatureHeadDraft) -> FeatureHead:
-        """Return the loaded head of `draft`; raise `ExitHeadError` if its file is missing or differs."""
-        return self._read(draft, load_feature_head)
-
-    def _read(self, draft: EarlyExit | FeatureHeadDraft, load: Callable[..., HeadT]) -> HeadT:
         head = draft.trained_head
         assert head is not None, "an exit without a head needs none"
-        key = head.file, head.sha256, getattr(draft, "exit_layer", None)
-        loaded: HeadT | None = self._loaded.pop(key, None)
+        key = head.file, head.sha256, draft.exit_layer
+        loaded = self._loaded.pop(key, None)
         if loaded is None:
             path = self.folder / head.file
             check_head_file(path, head.sha256)
-            loaded = load(path, self._target, model=self._model)
+            loaded = load_exit_head(path, self._target, draft.exit_layer, self._model)
         self._loaded[key] = loaded  # last, as the one used latest
         if len(self._loaded) > MAX_LOADED:
             del self._loaded[next(iter(self._loaded))]
@@ -110,18 +88,15 @@ class HeadFolder:
         """Return the layers of `exit_layers` that have no head, ascending."""
         return tuple(layer for layer in sorted(set(exit_layers)) if not (self.folder / head_name(layer)).exists())
 
-    def num_trained_on(self, exit_layers: Iterable[int], prompts: PromptTokenIds, *, feature_head: bool = False) -> int:
-        """Return how many of `prompts` the heads of these exits, or the `feature_head` too, were trained on, each counted once."""
-        existing = self._existing(exit_layers, feature_head)
+    def num_trained_on(self, exit_layers: Iterable[int], prompts: PromptTokenIds) -> int:
+        """Return how many of `prompts` the heads of these exits were trained on, each counted once."""
+        existing = self._existing(exit_layers)
         training_prompts = {sha256 for facts in existing for sha256 in _training_prompts(facts)}
         return sum(prompt_sha256(tuple(prompt)) in training_prompts for prompt in prompts)
 
-    def distillation_seconds(self, exit_layers: Iterable[int], *, feature_head: bool = False) -> float:
-        """Return the seconds that the heads of these exits, or the `feature_head` too, took to distil.
-
-        Heads of one distillation count once.
-        """
-        existing = self._existing(exit_layers, feature_head)
+    def distillation_seconds(self, exit_layers: Iterable[int]) -> float:
+        """Return the seconds that the heads of these exits took to distil; heads of one distillation count once."""
+        existing = self._existing(exit_layers)
         runs = {(each.training.seconds, each.training.steps) for each in existing if each.training}
         return sum(seconds for seconds, _ in runs)
 
@@ -155,28 +130,18 @@ class HeadFolder:
         facts = read_facts(path)
         if (facts.config_sha256, facts.weights_sha256) != (self._model.config_sha256, self._model.weights_sha256):
             raise ExitHeadError(
-                f"the {facts.noun} {path} belongs to another model: name another folder with --heads, or one to distil into"
+                f"the exit head {path} belongs to another model: name another folder with --heads, or one to distil into"
             )
         return facts
 
-    def _existing(self, exit_layers: Iterable[int], feature_head: bool) -> list[HeadFacts]:
-        known = [self.facts(layer) for layer in exit_layers] + ([self.feature_facts()] if feature_head else [])
-        return [facts for facts in known if facts is not None]
+    def _existing(self, exit_layers: Iterable[int]) -> list[HeadFacts]:
+        return [facts for facts in map(self.facts, exit_layers) if facts is not None]
 
 
-def list_feature_head(folder: Path) -> HeadFacts | None:
-    """Return the metadata of the feature head in `folder`, of any model, or None if there is none."""
-    path = folder / FEATURE_HEAD
-    return read_facts(path) if path.exists() else None
-
-
-def list_heads(folder: Path, *, required: bool = True) -> dict[int, HeadFacts]:
-    """Return the metadata of all exit heads in `folder`, of any model, by exit layer.
-
-    Raises `ExitHeadError` if there are none and they are `required`.
-    """
+def list_heads(folder: Path) -> dict[int, HeadFacts]:
+    """Return the metadata of all exit heads in `folder`, of any model, by exit layer; raise `ExitHeadError` if there are none."""
     found = [read_facts(path) for path in folder.glob(head_name(0).replace("0", "*"))]
-    if not found and required:
+    if not found:
         raise ExitHeadError(f"there is no exit head in {folder}: `sdtune distill --out {folder}` makes them")
     return {facts.exit_layer: facts for facts in sorted(found, key=lambda facts: facts.exit_layer)}
 

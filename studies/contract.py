@@ -13,7 +13,7 @@ from pydantic import Field
 from decoding.cache.known_prompt import KnownPrompt
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import AnyRule, DraftLengthRule
-from decoding.drafts import BitWidth, Draft, DraftDocument, EarlyExit, FeatureHeadDraft
+from decoding.drafts import BitWidth, Draft, DraftDocument, EarlyExit
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import Target
@@ -116,10 +116,8 @@ class Problem:
     """How candidates and plain decoding are decoded: temperature, runner, prefix reuse, bit-exact width."""
     head_drafts: Mapping[int, EarlyExit] = field(default_factory=dict)
     """Early exits that have a head, by exit layer."""
-    feature_draft: FeatureHeadDraft | None = None
-    """The draft of the feature head, if there is one and a study wants it."""
     heads: HeadFolder | None = None
-    """The heads of `head_drafts`, and the feature head."""
+    """The heads of `head_drafts`."""
     costs: Callable[[int], CostTable] | None = None
     """Pass costs on this device, for drafts of at most the given number of tokens; measured on the first call."""
     seconds: float | None = None
@@ -164,11 +162,6 @@ class StudySettings(Document):
 
         It then begins when the studies before it have ended. Others may run beside each other on several devices.
         """
-        return False
-
-    @property
-    def wants_feature_head(self) -> bool:
-        """True if the study proposes a feature head where the folder of heads holds one."""
         return False
 
     def wanted_bits(self, device: torch.device) -> tuple[BitWidth, ...]:

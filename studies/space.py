@@ -24,7 +24,6 @@ from decoding.drafts import (
     Draft,
     DraftDocument,
     EarlyExit,
-    FeatureHeadDraft,
     FixedLeaves,
     Layers,
     LayerSkip,
@@ -154,18 +153,17 @@ class Space:
         max_tokens: int,
         skips: SkipSpace | None = None,
         exits: Iterable[EarlyExit] = (),
-        feature: FeatureHeadDraft | None = None,
         copies: bool = False,
         bits: Sequence[BitWidth] = (),
         trees: bool = False,
         accepts: Callable[[DraftDocument], bool] = lambda draft: True,
     ) -> None:
-        """Offer skip sets of the items in `skips`, these exits, the feature head, and copies (alone, and before other drafts).
+        """Offer skip sets of the items in `skips`, these exits, and copies (alone, and before other drafts).
 
         `bits` are precisions beside the model's own. `accepts` says whether a draft may be proposed.
         """
         self._num_layers = target.num_layers
-        self._skips, self._feature = skips, feature
+        self._skips = skips
         self._rules, self._max_tokens = rules, max_tokens
         self._exits: dict[int, dict[str, EarlyExit]] = {}
         for draft in sorted(exits, key=lambda draft: (draft.exit_layer, draft.trained_head is not None)):
@@ -249,13 +247,12 @@ class Space:
     def identity(self) -> dict[str, Any]:
         """Return what two searches of one space have in common, as plain data."""
         drafts = [draft for group in self._exits.values() for draft in group.values()]
-        heads: list[DraftDocument] = [*drafts, *([self._feature] if self._feature is not None else [])]
         ranges = {name: search_ranges(RULES[name], self._max_tokens) for name in self._rules}
         return {
             "kinds": list(self.kinds),
             "switches": list(self._skips.names) if self._skips else [],
             "exits": [f"{draft.exit_layer}, {TRAINED_HEAD if draft.trained_head else NO_HEAD}" for draft in drafts],
-            "head_files": {file: sha256 for draft in heads for file, sha256 in draft.files.items()},
+            "head_files": {file: sha256 for draft in drafts for file, sha256 in draft.files.items()},
             "bits": list(self._bits),
             "ids_below": list(self._ids_below),
             "lookups": list(self._lookups),
@@ -271,12 +268,9 @@ class Space:
             assert self._skips is not None, "offered if there are items to skip"
             switched = [trial.suggest_categorical(name, (False, True)) for name in self._skips.names]
             return self._skips.draft(index for index, is_skipped in enumerate(switched) if is_skipped)
-        if kind == EXIT:
-            wanted = trial.suggest_int("exit", 1, self._num_layers - 1)
-            group = self._exits[min(self._exits, key=lambda layer: (abs(layer - wanted), layer))]
-            return group[trial.suggest_categorical("head", tuple(group)) if len(group) > 1 else next(iter(group))]
-        assert self._feature is not None, "offered if there is one"
-        return self._feature
+        wanted = trial.suggest_int("exit", 1, self._num_layers - 1)
+        group = self._exits[min(self._exits, key=lambda layer: (abs(layer - wanted), layer))]
+        return group[trial.suggest_categorical("head", tuple(group)) if len(group) > 1 else next(iter(group))]
 
     def _draft_parameters(self, draft: Draft) -> Parameters:
         found: Parameters = {"kind": draft.kind}
@@ -310,7 +304,7 @@ class Space:
         return found
 
     def _usual(self) -> Iterator[Draft]:
-        """Yield odd blocks, the whole model in each lower precision, exits in the middle and the feature head."""
+        """Yield odd blocks, the whole model in each lower precision and exits in the middle."""
         if self._skips is not None:
             odd = tuple(range(1, self._num_layers - 1, 2))
             yield from [LayerSkip.blocks(odd)] if odd else []
@@ -318,8 +312,6 @@ class Space:
         for head in (NO_HEAD, TRAINED_HEAD):
             having = [group[head] for group in self._exits.values() if head in group]
             yield from having[(len(having) - 1) // 2 :][:1]
-        if self._feature is not None:
-            yield self._feature
 
 
 def _any_takes(
@@ -389,17 +381,17 @@ DEFAULT_BITS: tuple[BitWidth, ...] = (8,)
 """Precisions where quantised layers are fast. The whole model agrees with the target on 0.99 of the demo's positions in int8 and on
 0.92 in int4; on SmolLM2-135M on 0.99 and 0.89. Each precision is another copy of the weights and more passes to time."""
 
-Kind = Literal["skip_set", "exit_head", "feature_head", "lookup"]
+Kind = Literal["skip_set", "exit_head", "lookup"]
 
 
 class SpaceSettings(StudySettings):
     """Settings of a search over the whole space."""
 
     kinds: tuple[Kind, ...] = Field(
-        ("skip_set", "exit_head", "feature_head", "lookup"),
+        ("skip_set", "exit_head", "lookup"),
         min_length=1,
-        description="drafts to consider: skip sets (exits without a head included), exits with a head, the feature head if "
-        "`sdtune distill --head feature` has trained one, prompt lookup alone and before the others",
+        description="drafts to consider: skip sets (exits without a head included), exits with a head, "
+        "prompt lookup alone and before the others",
     )
     rules: RuleNames = Field(DEFAULT_RULES, description="draft-length rules to choose among")
     max_tokens: int = Field(12, ge=1, le=64, description="longest draft to consider (K)")
@@ -437,11 +429,6 @@ class SpaceSettings(StudySettings):
         """Return the exit layers that need a distilled head."""
         return tuple(self.exit_layers or default_exit_layers(num_layers)) if "exit_head" in self.kinds else ()
 
-    @property
-    def wants_feature_head(self) -> bool:
-        """True if feature heads are among the kinds."""
-        return "feature_head" in self.kinds
-
     def wanted_bits(self, device: torch.device) -> tuple[BitWidth, ...]:
         """Return the precisions of the quantised drafts to consider: those asked for, or by default those that may pay.
 
@@ -476,7 +463,6 @@ class SpaceSettings(StudySettings):
             max_tokens=self.max_tokens,
             skips=SkipSpace.of(target, whole_blocks=self.whole_blocks) if "skip_set" in self.kinds else None,
             exits=[draft for group in self.exits(problem) for draft in group],
-            feature=problem.feature_draft if self.wants_feature_head else None,
             copies="lookup" in self.kinds,
             bits=self.wanted_bits(target.device),
             trees=self.wants_trees(target),

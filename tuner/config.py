@@ -56,17 +56,6 @@ class DistillSettings(Document):
 
     HEADING: ClassVar[str] = "Training"
 
-    head: Literal["exit", "feature"] = Field(
-        "exit",
-        description="Kind of the heads: exit, one for each exit, or feature, one that drafts on from the model's last hidden "
-        "states.",
-    )
-    unrolled_steps: int = Field(
-        3,
-        ge=1,
-        le=8,
-        description="Steps of a round that a feature head is trained on, each on the output of the one before.",
-    )
     exit_layers: Layers | None = Field(
         None,
         min_length=1,
@@ -112,11 +101,6 @@ class DistillSettings(Document):
         None, ge=1, description="Heads trained at a time; default: as many as fit in the free memory."
     )
     checkpoint_every: int = Field(100, ge=1, description="Steps between checkpoints.")
-
-    @property
-    def head_passes(self) -> int:
-        """Number of passes of a head over each text in a training step."""
-        return self.unrolled_steps if self.head == "feature" else 1
 
     @property
     def samples_per_prompt(self) -> int:

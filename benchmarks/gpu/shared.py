@@ -12,15 +12,12 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.widening import LayerMap, load_source, widen, widen_head, widths_of
-from decoding.drafts import EarlyExit, FeatureHeadDraft
+from decoding.drafts import EarlyExit
 from decoding.errors import ExitHeadError
-from decoding.exit_heads import FEATURE_HEAD, FEATURE_SCHEMA, HeadFacts, save_head
-from decoding.fingerprint import fingerprint
 from decoding.head_folder import HeadFolder
 from decoding.runners.graphs import CudaGraphs
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
-from decoding.target.heads import new_feature_head
 from tuner.fields import PromptSettings
 from tuner.inputs.models import Loaded, eos_token_ids
 from tuner.inputs.prompts import PromptSet, load_prompts
@@ -114,23 +111,6 @@ class Shared:
     def bare_exit(self) -> EarlyExit:
         """The same exit without its head: the model's own norm and LM head read its states."""
         return self.exit_draft.model_copy(update={"head": None, "head_sha256": None})
-
-    @cached_property
-    def feature_draft(self) -> FeatureHeadDraft:
-        """The draft of a feature head with random weights: none is committed, and its passes cost what a trained one's do."""
-        identity = fingerprint(self.wide)
-        facts = HeadFacts(
-            schema=FEATURE_SCHEMA,
-            exit_layer=self.eager.num_layers,
-            num_layers=self.eager.num_layers,
-            architecture=type(self.wide).__name__,
-            config_sha256=identity.config_sha256,
-            weights_sha256=identity.weights_sha256,
-        )
-        save_head(self.heads_folder / FEATURE_HEAD, new_feature_head(self.eager), facts)
-        draft = self.heads.feature_draft()
-        assert draft is not None, "it was written just now"
-        return draft
 
     @cached_property
     def prompts(self) -> PromptSet:

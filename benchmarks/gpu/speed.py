@@ -213,14 +213,12 @@ def kinds(shared: Shared, seconds: float, *, batch_size: int, num_prompts: int) 
         "suffix automaton": SuffixDraft(),
         "exit with head": shared.exit_draft,
         "suffix automaton, then exit": shared.exit_draft.having(lookup=SuffixLookup(max_tokens=COPIED.max_tokens)),
-        "random feature head": shared.feature_draft,
         # Every other block of the middle half: what a search finds depends on the time that it has.
         "skip set": LayerSkip.blocks(tuple(range(quarter, 3 * quarter, 2))),
         **{f"int{bits}": LayerSkip(bits=bits) for bits in PRECISIONS},
     }
     if batch_size == 1:
         drafts["exit with side leaves"] = shared.exit_draft.having(tree=LEAVES)
-        drafts["random feature head with side leaves"] = shared.feature_draft.having(tree=LEAVES)
     contenders, refused = _plain(shared), dict[str, str]()
     for name, draft in drafts.items():
         try:

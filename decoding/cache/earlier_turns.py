@@ -1,6 +1,6 @@
 """The cache of earlier turns of a conversation: transformers' `DynamicCache`, read before decoding and extended after it.
 
-The keys and values of an exit head or a feature head travel with it, as an attribute, so that copies of the cache have them too.
+The keys and values of an exit head travel with it, as an attribute, so that copies of the cache have them too.
 """
 
 from __future__ import annotations

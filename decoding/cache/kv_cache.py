@@ -322,17 +322,15 @@ class KVCache(Cache):
 
 
 class BranchCache(KVCache):
-    """Keys and values of an exit head or a feature head, at the positions of the stack.
+    """Keys and values of an exit head, at the positions of the stack.
 
     The head shares the stack's window and sees a position later than the stack does. `pending` holds the hidden
-    states of positions from `length` on that the stack has computed and the head has not yet processed. A feature head
-    processes a state together with the token after it, whose position is that of its keys and values.
+    states of positions from `length` on that the stack has computed and the head has not yet processed.
     """
 
     def __init__(self, num_layers: int, capacity: int, storage: Storage) -> None:
         super().__init__(num_layers, capacity, storage)
         self._pending: list[Tensor] = []
-        self._last: Tensor | None = None
         self.has_unread_prompt = False
         """True if the states of the prompt are pending: the head has not been needed yet."""
         self.leaves: Tensor | None = None
@@ -372,13 +370,9 @@ class BranchCache(KVCache):
         if self.leaves is not None:
             self.extend(self.leaves[..., leaf : leaf + 1, :])
 
-    def catch_up(self, length: int, last: Tensor | None = None) -> None:
-        """Record that the head has processed all of the first `length` positions.
-
-        A head that cannot draft without a state to read gives that of the `last` one [.., 1, hidden]: a sequence that is rolled
-        back to this length has it pending again.
-        """
-        self.length, self.pending, self._last = length, None, last
+    def catch_up(self, length: int) -> None:
+        """Record that the head has processed all of the first `length` positions."""
+        self.length, self.pending = length, None
 
     def roll_back(self, length: int) -> None:
         """Forget the states after the first `length` positions."""
@@ -386,8 +380,6 @@ class BranchCache(KVCache):
         if self.num_pending > max(wanted, 0):
             assert self.pending is not None, "some are pending"
             self.pending = self.pending[..., :wanted, :] if wanted > 0 else None
-        if self._last is not None and length == self.length:
-            self.length, self.pending, self._last = length - 1, self._last, None
         self.length = min(self.length, length)
 
 

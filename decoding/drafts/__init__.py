@@ -7,7 +7,6 @@ token ids.
 
 from decoding.drafts.contract import BitWidth, DraftDocument, DraftHead, Parts
 from decoding.drafts.early_exit import EarlyExit
-from decoding.drafts.feature_head import FeatureHeadDraft
 from decoding.drafts.kinds import KINDS, Draft, DraftKind, PlainDecoding, RealDraft, infer_kind
 from decoding.drafts.layer_skip import Layers, LayerSkip, compact_indices, format_indices, parse_indices
 from decoding.drafts.lookup import FirstLookup, Lookup, SuffixLookup
@@ -23,7 +22,6 @@ __all__ = [
     "DraftHead",
     "DraftKind",
     "EarlyExit",
-    "FeatureHeadDraft",
     "FirstLookup",
     "FixedLeaves",
     "LayerSkip",

@@ -75,8 +75,6 @@ class DraftHead:
     sha256: str
     num_tokens: int | None
     """Size of the vocabulary that the head drafts from; None for the model's."""
-    is_autoregressive: bool = False
-    """True if the head reads its own output in every step of a round but the first, as a feature head does."""
     rereads: bool = False
     """True if the head reads all verified positions of a round again, with states of the target."""
 

@@ -5,15 +5,24 @@ Our formulation, after the abstract of EESD (arXiv 2406.03853).
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from decoding.documents.strict_yaml import Line
 from decoding.drafts.contract import Bits, DraftDocument, DraftHead
-from decoding.drafts.feature_head import DraftVocabularySize, HeadFile, HeadHash
 from decoding.drafts.layer_skip import LayerSkip
 from decoding.drafts.lookup import LookupBefore
 from decoding.drafts.trees import Tree
+
+HEAD_SUFFIX = ".safetensors"
+
+
+def _lies_beside(head: str) -> str:
+    if Path(head).name != head or "\\" in head or not head.removesuffix(HEAD_SUFFIX) or not head.endswith(HEAD_SUFFIX):
+        raise ValueError(f"must be the name of a {HEAD_SUFFIX} file beside the profile, without folders")
+    return head
 
 
 class EarlyExit(DraftDocument):
@@ -21,9 +30,16 @@ class EarlyExit(DraftDocument):
 
     kind: Literal["early_exit"] = "early_exit"
     exit_layer: int = Field(ge=1, description="number of the target's blocks that the draft runs (N)")
-    head: HeadFile | None = Field(None, description="file of the exit head, beside the profile")
-    head_sha256: HeadHash | None = None
-    draft_vocabulary: DraftVocabularySize = None
+    head: Annotated[Line, AfterValidator(_lies_beside)] | None = Field(
+        None, description="file of the exit head, beside the profile"
+    )
+    head_sha256: str | None = Field(None, pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the head's file")
+    draft_vocabulary: int | None = Field(
+        None,
+        ge=1,
+        exclude_if=lambda size: size is None,
+        description="number of tokens that the head drafts from; all without it",
+    )
     bits: Bits = None
     lookup: LookupBefore = None
     tree: Tree = None

@@ -17,7 +17,6 @@ from pydantic_core import CoreSchema, core_schema
 
 from decoding.drafts.contract import DraftDocument
 from decoding.drafts.early_exit import EarlyExit
-from decoding.drafts.feature_head import FeatureHeadDraft
 from decoding.drafts.layer_skip import LayerSkip
 from decoding.drafts.prompt_lookup import PromptLookup, SuffixDraft
 
@@ -58,11 +57,6 @@ KINDS: dict[str, DraftKind] = {
     ),
     "early_exit": DraftKind(
         EarlyExit, "decoding.drafters.early_exit:new_drafter", "studies.prediction.predictors:ExitPredictor"
-    ),
-    "feature_head": DraftKind(
-        FeatureHeadDraft,
-        "decoding.drafters.feature_head:new_drafter",
-        "studies.prediction.predictors:FeatureHeadPredictor",
     ),
     "prompt_lookup": DraftKind(
         PromptLookup, "decoding.drafters.prompt_lookup:new_drafter", "studies.prediction.predictors:CopyPredictor"

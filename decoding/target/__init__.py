@@ -2,7 +2,7 @@
 
 from decoding.target.anatomy import Sublayer
 from decoding.target.equivalence import agree
-from decoding.target.heads import ExitHead, FeatureHead, FeatureView
+from decoding.target.heads import ExitHead
 from decoding.target.lm_heads import DraftVocabulary
 from decoding.target.target import Target
 from decoding.target.views import BlockView, DraftView, ExitView, ResumeView, TappedView
@@ -13,8 +13,6 @@ __all__ = [
     "DraftVocabulary",
     "ExitHead",
     "ExitView",
-    "FeatureHead",
-    "FeatureView",
     "ResumeView",
     "Sublayer",
     "TappedView",

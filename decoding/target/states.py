@@ -18,15 +18,6 @@ from decoding.target.stand_ins import Head, PassState, Tap, first_of
 from decoding.target.target import Target
 
 
-def last_states(target: Target, token_ids: Tensor, *, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Run `token_ids` [batch, length] once; return the states [.., batch, length, hidden] after all blocks, and logits.
-
-    The logits and the padding are as in `exit_states`.
-    """
-    states, logits = _states_after(target, token_ids, [target.num_layers], first)
-    return states[target.num_layers], logits
-
-
 def exit_states(
     target: Target,
     token_ids: Tensor,
@@ -45,16 +36,6 @@ def exit_states(
     """
     for exit_layer in exit_layers:
         target.check_exit_layer(exit_layer)
-    return _states_after(target, token_ids, exit_layers, first, known)
-
-
-def _states_after(
-    target: Target,
-    token_ids: Tensor,
-    exit_layers: Sequence[int] | Mapping[int, int],
-    first: int,
-    known: KnownPrompt | None = None,
-) -> tuple[dict[int, Tensor], Tensor]:
     starts = exit_layers if isinstance(exit_layers, Mapping) else dict.fromkeys(exit_layers, 0)
     states = dict[int, Tensor]()
     skipped = first if known is not None and all(start >= first for start in starts.values()) else 0

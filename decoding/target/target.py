@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -146,22 +146,11 @@ class Target:
         first, *others = self.blocks
         return [Emit(first, states=states, num_outputs=self.anatomy.block_outputs), *self.passed_by(others)]
 
-    def prepare_block(
-        self,
-        block: nn.Module,
-        index: int,
-        *,
-        bits: int | None = None,
-        around: Callable[[nn.Module], nn.Module] | None = None,
-    ) -> nn.Module:
-        """Return `block` at the model's block index `index`, as this target's runner calls it; quantised if `bits` are given.
-
-        `around` puts it into the module that is called in its place.
-        """
+    def prepare_block(self, block: nn.Module, index: int, *, bits: int | None = None) -> nn.Module:
+        """Return `block` at the model's block index `index`, as this target's runner calls it; quantised if `bits` are given."""
         attention = self.anatomy.attention[index]
         block = self._with_attention(block, index)
         repeats = repeats_of(block, attention)
-        block = block if around is None else around(block)
         if bits is not None:
             block = self.quantised.within(block, bits)
         elif self._packs:
@@ -230,15 +219,7 @@ class Target:
             return "its rotary embedding depends on the sequence length, which differs between sequences"
         if self.runner.exact_width is not None:
             return "a bit-exact pass covers one sequence only"
-        return self.unmaskable_reason
-
-    @cached_property
-    def unmaskable_reason(self) -> str | None:
-        """Why passes under given attention masks do not compute what the model computes, or None.
-
-        Tested on a few tokens at the first access.
-        """
-        return self.maskless_reason or find_shared_pass_difference(self)
+        return find_shared_pass_difference(self)
 
     @property
     def blocks(self) -> nn.ModuleList:

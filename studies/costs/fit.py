@@ -44,7 +44,6 @@ def fit_costs(terms: Terms, timed: Mapping[Pass, float], held_out: Mapping[Pass,
         contexts=terms.contexts,
         num_tokens=terms.num_tokens,
         bits=terms.bits,
-        join_share=terms.join_share,
         seconds=TermSeconds.model_validate({name: group.tolist() for name, group in terms.split(values).items()}),
         error=_error(terms, values, held_out),
     )

@@ -72,9 +72,6 @@ class CostTable(Document):
         None, ge=1, description="size of the vocabulary; None if drafts choose from all of it"
     )
     bits: tuple[BitWidth, ...] = Field((), description="precisions of quantised drafts that were measured")
-    join_share: float = Field(
-        0.0, ge=0.0, description="weights of a feature head's joining layer over those of the last block's MLP"
-    )
     seconds: TermSeconds
     error: CostError
 
@@ -93,15 +90,8 @@ class CostTable(Document):
 
     def draft_seconds(self, draft: Draft, *, context: float) -> float:
         """Return the seconds of one draft step, with the choice of its token."""
-        head = draft.trained_head
-        step = DraftStep(
-            self._skipped(draft),
-            context,
-            has_head=head is not None,
-            joins=head is not None and head.is_autoregressive,
-            num_tokens=draft.num_tokens,
-        )
-        return self._predict(step)
+        has_head = draft.trained_head is not None
+        return self._predict(DraftStep(self._skipped(draft), context, has_head=has_head, num_tokens=draft.num_tokens))
 
     def verify_seconds(self, draft: Draft, num_drafted: int, *, context: float, prefix_reuse: bool) -> float:
         """Return the seconds of verifying `num_drafted` tokens.
@@ -178,7 +168,7 @@ class CostTable(Document):
 
     @cached_property
     def _terms(self) -> Terms:
-        return Terms(self.kinds, self.widths, self.contexts, self.num_tokens, self.bits, self.join_share)
+        return Terms(self.kinds, self.widths, self.contexts, self.num_tokens, self.bits)
 
     @cached_property
     def _values(self) -> Vector:

@@ -78,8 +78,6 @@ class DraftStep:
     context: float
     has_head: bool = False
     """True if a block of the last one's kind follows the others."""
-    joins: bool = False
-    """True if that block's input is joined from a state and an embedding, as in a feature head."""
     looks: bool = False
     """True if a rule looks at the distribution before the next step."""
     num_tokens: int | None = None
@@ -110,9 +108,6 @@ class Terms:
     bits: tuple[BitWidth, ...] = ()
     """Precisions of quantised drafts. Their sublayers and the rest of a pass have seconds of their own; what depends on the
     context, and frames, are those of the model's own weights, as keys and values are not quantised."""
-    join_share: float = 0.0
-    """Weights of the layer that joins a feature head's inputs, over those of the last block's MLP: the layer is taken to cost as
-    much for each weight. It is read by no pass that is timed."""
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -167,9 +162,6 @@ class Terms:
             terms["choice"] += 1
             terms["look"] += each.looks
             self._add_blocks(terms, at_context, each.skip, has_head=each.has_head)
-            last_mlp = self.kinds.mlp[-1]
-            if each.joins and last_mlp is not None:
-                terms["mlp"][last_mlp] += self.join_share
             return amounts
         at_width = _between(self.widths, each.width)
         terms["rest"] += np.outer(at_width, at_context)
@@ -229,12 +221,6 @@ class Terms:
         """Return the number of `blocks` with a part of each kind; a block after the last counts as the last."""
         last = self.kinds.num_layers - 1
         return _counts([kinds[min(index, last)] for index in blocks], num_kinds)
-
-
-def join_share(target: Target) -> float:
-    """Return the weights of a joining layer, 2 * hidden * hidden, over those of the last block's MLP; 0 without an MLP module."""
-    mlp = _module(target.blocks[-1], target.anatomy.mlp[-1])
-    return 0.0 if mlp is None else 2 * target.config.hidden_size**2 / _num_weights(mlp)
 
 
 def _between(points: Sequence[int], at: float) -> Vector:

@@ -16,7 +16,6 @@ from decoding.drafts import (
     Draft,
     DraftDocument,
     EarlyExit,
-    FeatureHeadDraft,
     LayerSkip,
     PlainDecoding,
     PromptLookup,
@@ -52,11 +51,11 @@ class Prediction:
 class DraftPredictor(Generic[DraftT]):
     """Predicts the drafts of one kind; `decoding.drafts.KINDS` names the class. It has no state and no settings.
 
-    One that `is_recorded` gives `logits` or `steps`; another one overrides `predict`.
+    One that `is_recorded` gives `logits`; another one overrides `predict`.
     """
 
     is_recorded: ClassVar[bool] = False
-    """True if predictions replay a recording, made by `Survey.record_all` from `steps`."""
+    """True if predictions replay a recording, made by `Survey.record_all` from `logits`."""
 
     def predict(self, draft: DraftT, rule: DraftLengthRule, known: Predictor) -> Prediction:
         """Return the prediction of `draft` with `rule`, from the survey and the costs of `known`."""
@@ -73,13 +72,6 @@ class DraftPredictor(Generic[DraftT]):
     def logits(self, draft: DraftT, survey: Survey) -> Iterable[Tensor]:
         """Return the draft's logits [positions, vocabulary] on each surveyed sequence; called for a recorded kind only."""
         raise NotImplementedError(f"{type(self).__name__} predicts without recordings")
-
-    def steps(self, draft: DraftT, survey: Survey) -> Iterable[Iterable[Tensor]]:
-        """Return such logits for each step of a round, from the first on, on each surveyed sequence.
-
-        One step is enough where all steps of a round see the same, as states of the target.
-        """
-        return ([logits] for logits in self.logits(draft, survey))
 
 
 def predictor_of(draft: Draft) -> DraftPredictor[Any]:
@@ -134,16 +126,6 @@ class ExitPredictor(DraftPredictor[EarlyExit]):
 def _is_quantised_skip(draft: EarlyExit) -> bool:
     """Return True for a quantised exit without a head: it runs as the skip of the blocks after it."""
     return draft.parts.bits is not None and draft.trained_head is None
-
-
-class FeatureHeadPredictor(DraftPredictor[FeatureHeadDraft]):
-    """Predicts feature heads."""
-
-    is_recorded = True
-
-    def steps(self, draft: FeatureHeadDraft, survey: Survey) -> Iterable[Iterable[Tensor]]:
-        """Unroll the head from the target's last hidden states: each step of a round has distributions of its own."""
-        return survey.feature_steps(draft)
 
 
 class CopyPredictor(DraftPredictor[PromptLookup | SuffixDraft]):

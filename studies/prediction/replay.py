@@ -14,7 +14,7 @@ most expensive request, for some of the sequences as for all.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import torch
@@ -81,12 +81,6 @@ class Recording:
     """Mean over the positions of sum over v of min(p, q)."""
     beside: tuple[Beside, ...] = ()
     """The candidates beside the chain; empty unless they were asked for."""
-    later: tuple[Recording, ...] = ()
-    """The same for the second step of a round at each position, for the third, and so on; steps after the last are like it."""
-
-    def step(self, num_drafted: int) -> Recording:
-        """Return the recording of the step after `num_drafted` tokens of the same round."""
-        return self if not num_drafted or not self.later else self.later[min(num_drafted, len(self.later)) - 1]
 
     @property
     def agreement(self) -> float:
@@ -97,22 +91,6 @@ class Recording:
     def of(cls, target: Tensor, draft: Tensor, decoding: Decoding = Decoding(), *, seed: int = 0) -> Recording:
         """Return the recording of target and draft logits [positions, vocabulary] at the same positions; see `against`."""
         return cls.against(TargetText.of(target, decoding), draft, decoding, seed=seed)
-
-    @classmethod
-    def of_steps(
-        cls,
-        target: TargetText,
-        steps: Iterable[Tensor],
-        decoding: Decoding = Decoding(),
-        *,
-        seed: int = 0,
-        with_candidates: bool = False,
-    ) -> Recording:
-        """Return the recording of draft logits [positions, vocabulary] of each step of a round; see `against`."""
-        first, *later = (
-            cls.against(target, logits, decoding, seed=seed, with_candidates=with_candidates) for logits in steps
-        )
-        return replace(first, later=tuple(later))
 
     @classmethod
     def against(
@@ -363,7 +341,7 @@ class TreeReplay:
 
     def of_round(self, recording: Recording, start: int, num_drafted: int, num_accepted: int) -> tuple[int, bool]:
         """Return the number of leaves of a round at position `start`, and whether one of them is accepted."""
-        beside = [recording.step(number).beside[start + number] for number in range(num_drafted)]
+        beside = [recording.beside[start + number] for number in range(num_drafted)]
         # The probability of the chain's token: of the likeliest one, which a sampled chain need not take.
         counts = self.tree.counts([SeenDepth(each.ranked[0], each.ranked) for each in beside], is_greedy=self.is_greedy)
         found = num_accepted < num_drafted and beside[num_accepted].num_needed <= counts[num_accepted]
@@ -490,11 +468,11 @@ def _drafted_round(
     num_drafted = num_passes = num_accepted = 0
     decision = Decision.CONTINUE
     while num_drafted < limit and decision is Decision.CONTINUE:
-        seen = recording.step(num_drafted).seen[position + num_drafted]
+        seen = recording.seen[position + num_drafted]
         decision = controller.decide(num_drafted, cast(DraftDistribution, seen))
         num_passes += 1
         num_drafted += decision is not Decision.STOP
-    while num_accepted < num_drafted and recording.step(num_accepted).matches[position + num_accepted]:
+    while num_accepted < num_drafted and recording.matches[position + num_accepted]:
         num_accepted += 1
     controller.observe(num_drafted, num_accepted)
     num_leaves, found = tree.of_round(recording, position, num_drafted, num_accepted) if tree else (0, False)

@@ -20,15 +20,14 @@ from torch import Tensor, nn
 from decoding.cache.known_prompt import KnownPrompt
 from decoding.cache.kv_cache import KVCache
 from decoding.cache.rounds_cache import MemoryLimits, RoundsCache
-from decoding.drafts import Draft, EarlyExit, FeatureHeadDraft, FixedLeaves, LayerSkip
+from decoding.drafts import Draft, EarlyExit, FixedLeaves, LayerSkip
 from decoding.drafts.history import RequestHistory
 from decoding.drafts.trees import MOST_PER_DEPTH
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import DraftView, ExitHead, Target
-from decoding.target.heads import unrolled
 from decoding.target.lm_heads import LEFT_OUT
-from decoding.target.states import cache_after, exit_logits, exit_states, last_states
+from decoding.target.states import cache_after, exit_logits, exit_states
 from decoding.target.views import DraftStatesView
 from decoding.text import TokenSequence
 from studies.prediction.predictors import exits_of, predictor_of
@@ -36,9 +35,6 @@ from studies.prediction.replay import Copies, Guessed, Recording, TargetText, dr
 
 DEPTH = 4
 """Tokens per recorded round: the usual draft length, so that a draft reads as many of its own keys as in decoding."""
-
-FEATURE_STEPS = 6
-"""Recorded steps of a feature head; later ones are predicted to be like the last."""
 LARGEST = FixedLeaves(leaves=MOST_PER_DEPTH)
 
 Guess = Callable[[TokenSequence, int], list[int] | None]
@@ -149,16 +145,16 @@ class Survey:
         for group in self._groups(missing):
             self._keep_states(exits_of(group))
             for draft in group:
-                steps = predictor_of(draft).steps(draft, self)
+                drafted = predictor_of(draft).logits(draft, self)
                 self._recordings[draft] = [
-                    Recording.of_steps(
+                    Recording.against(
                         text.target,
-                        drafted,
+                        logits,
                         self._decoding,
                         seed=self._seed + index,
                         with_candidates=draft.parts.tree is not None,
                     )
-                    for index, (text, drafted) in enumerate(zip(self._texts, steps, strict=True))
+                    for index, (text, logits) in enumerate(zip(self._texts, drafted, strict=True))
                 ]
         return [self._recordings[draft] for draft in drafts]
 
@@ -222,18 +218,6 @@ class Survey:
             given = text.token_ids[:, -each.shape[1] :]  # without a head, each position is by itself
             first = each.shape[1] - text.target.num_positions
             yield exit_logits(self.target, given, each, head, first=first, bits=draft.bits)[0]
-
-    def feature_steps(self, draft: FeatureHeadDraft) -> Iterator[Iterator[Tensor]]:
-        """Yield for each sequence the logits [positions, vocabulary] of each step of a feature head, one step at a time.
-
-        The target reads each sequence again, as its last states are not kept.
-        """
-        assert self._heads is not None, "a draft with a head comes with the folder of heads"
-        head = self._heads.feature_head(draft)
-        for text in self._texts:
-            states, _ = last_states(self.target, text.token_ids, first=text.token_ids.shape[1] - 1)
-            steps = unrolled(self.target, head, text.token_ids, states, FEATURE_STEPS, first=text.first)
-            yield (logits[0] for logits in steps)
 
     def _quantised_states(self, exit_layer: int, bits: int) -> list[Tensor]:
         """Return the states [1, length, hidden] at an exit: the target's of the prompt, a quantised draft's after it."""

@@ -103,7 +103,7 @@ class PoolSource:
         return [draft for group in self.settings.exits(self.problem) for draft in group]
 
     def first(self, predictor: Predictor) -> list[Draft]:
-        """Return the best exits of each group, quantised drafts, the feature head, and the best lookups, alone and before these."""
+        """Return the best exits of each group, quantised drafts, and the best lookups, alone and before these."""
         best = [
             each
             for group in self.settings.exits(self.problem)
@@ -111,7 +111,6 @@ class PoolSource:
         ]
         has_time = self.has_time()
         best += predictor.best_first(self._quantised(best_of(best, NUM_QUANTISED) if has_time else [], predictor))
-        best += predictor.best_first(self._feature_heads())
         pool = best_of(best, len(best))
         has_time = self.has_time()
         trees = self._with_trees(pool[:NUM_TREES], predictor) if has_time else []
@@ -163,11 +162,6 @@ class PoolSource:
         """Return the precisions that are useful on this text; a model that cannot be quantised has no costs of any."""
         wanted = self.settings.wanted_bits(self.problem.target.device)
         return useful_precisions(predictor, [bits for bits in wanted if bits in self.costs.bits])
-
-    def _feature_heads(self) -> list[Draft]:
-        """Return the draft of the feature head, if there is one and it is asked for."""
-        draft = self.problem.feature_draft
-        return [draft] if draft is not None and self.settings.wants_feature_head else []
 
 
 class PoolSurveys:

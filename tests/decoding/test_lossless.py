@@ -28,7 +28,7 @@ from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.rounds import Generation
 from decoding.target import Target
 from decoding.text import Ending, Shaping
-from tests.support.families import PROMISED, SUPPORTED, WINDOW, build, some_tokens, static_target_of, target_of
+from tests.support.families import SUPPORTED, WINDOW, build, some_tokens, static_target_of, target_of
 from tests.support.generations import NUM_NEW_TOKENS, AnyLength, plain_text, write, write_plainly
 from tests.support.grid import PROMPTS, RULES, SKIPS, WITHOUT_LINEARS
 from tests.support.recorded_decoding import DRAFTS, alone_and_together, decoder_of, requests
@@ -60,14 +60,10 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def is_refused(family: str, draft: str) -> bool:
-    """Return True for drafts that this family refuses: trees, weights without linear layers, feature heads of a few."""
+    """Return True for drafts that this family refuses: trees, and weights without linear layers."""
     parts = DRAFTS[draft].parts
     takes_no_tree = family == "bloom" and parts.tree is not None
-    return (
-        takes_no_tree
-        or bool(parts.bits and family in WITHOUT_LINEARS)
-        or ("feature" in draft and family not in PROMISED)
-    )
+    return takes_no_tree or bool(parts.bits and family in WITHOUT_LINEARS)
 
 
 @pytest.mark.parametrize(

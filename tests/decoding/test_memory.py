@@ -15,13 +15,11 @@ from decoding.decode import NewCache, Request, autoregressive, speculative
 from decoding.draft_length import Fixed
 from decoding.drafters.contract import Drafter
 from decoding.drafters.early_exit import EarlyExitDrafter
-from decoding.drafters.feature_head import FeatureHeadDrafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafts import LayerSkip
 from decoding.memory import is_out_of_memory
 from decoding.rounds import Generation
 from decoding.target import Target
-from decoding.target.heads import new_feature_head
 from decoding.text import Ending
 from tests.support.families import NUM_LAYERS, some_tokens, target_of
 from tests.support.heads import untrained_head
@@ -30,7 +28,6 @@ K, PROMPT, NEW = 5, 150, 30
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "skip": lambda target: LayerSkipDrafter(target, LayerSkip.blocks((NUM_LAYERS - 2,))),
     "exit with a head": lambda target: EarlyExitDrafter(target, 2, untrained_head(target)),
-    "feature head": lambda target: FeatureHeadDrafter(target, new_feature_head(target)),
 }
 
 

@@ -82,10 +82,10 @@ STORED: dict[str, tuple[str, str, dict[str, Any]]] = {
             "tree.shape": "published",
         },
     ),
-    f"{{kind: feature_head, {HEAD}, tree: {{shape: fixed, leaves: 3}}}}": (
-        "feature head, 3 side leaves",
-        "feature head",
-        {"exit_head": "feature", "tree.shape": "fixed", "tree.leaves": 3},
+    f"{{kind: early_exit, exit_layer: 3, {HEAD}, tree: {{shape: fixed, leaves: 3}}}}": (
+        "early exit at layer 3 (trained head), 3 side leaves",
+        "exit with head",
+        {"exit_layer": 3, "exit_head": "block", "tree.shape": "fixed", "tree.leaves": 3},
     ),
     "{kind: prompt_lookup, max_ngram: 5, min_ngram: 2}": (
         "prompt lookup (n-grams of 5 to 2)",

@@ -20,7 +20,6 @@ from decoding.head_folder import HeadFolder
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
 from decoding.text import Ending
-from tests.support.feature_heads import disturbed_feature_head, write_feature_head
 from tests.support.grid import COSTS
 from tests.support.heads import write_heads
 from tests.support.profiles import profile_of
@@ -111,7 +110,4 @@ def test_threads_share_a_decoder_with_trained_heads(
 ) -> None:
     target = targets["static"]
     exits = write_heads(target, tmp_path, [3])
-    feature = write_feature_head(target, tmp_path, disturbed_feature_head(target))
-    heads = HeadFolder(target, tmp_path)
-    for draft in (exits[3], feature):
-        all_right(Decoder(target, draft, Fixed(max_tokens=4), heads=heads), expected)
+    all_right(Decoder(target, exits[3], Fixed(max_tokens=4), heads=HeadFolder(target, tmp_path)), expected)

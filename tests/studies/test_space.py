@@ -14,7 +14,6 @@ from decoding.draft_length import RULES, Fixed, TopProbability
 from decoding.drafts import (
     Draft,
     EarlyExit,
-    FeatureHeadDraft,
     FixedLeaves,
     LayerSkip,
     Lookup,
@@ -31,13 +30,12 @@ from studies.space import Space, SpaceSettings
 from tests.support.tiny import tiny_target
 
 HEADS = {layer: EarlyExit(exit_layer=layer, head=f"h{layer}.safetensors", head_sha256="a" * 64) for layer in (1, 2, 5)}
-FEATURE = FeatureHeadDraft(head="f.safetensors", head_sha256="b" * 64)
 ALL: dict[str, Any] = {"bits": (8, 4), "trees": True, "exit_layers": (1, 2, 5), "rules": tuple(RULES), "max_tokens": 16}
 
 
 @pytest.fixture(scope="module")
 def problem() -> Problem:
-    return Problem(tiny_target(6), (), (), earlier={}, seed=3, head_drafts=HEADS, feature_draft=FEATURE)
+    return Problem(tiny_target(6), (), (), earlier={}, seed=3, head_drafts=HEADS)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +55,6 @@ MODELS: list[Draft] = [
     LayerSkip.blocks((1, 3, 4)),
     *(EarlyExit(exit_layer=layer) for layer in range(1, 6)),
     *(draft.having(bits=bits) for draft in HEADS.values() for bits in (None, 8)),
-    FEATURE,
 ]
 FIRST = [
     *(Lookup(max_ngram=most, min_ngram=fewest, max_tokens=copied) for most, fewest in NGRAMS for copied in COPIED),
@@ -69,9 +66,9 @@ DRAFTS = [
     PlainDecoding(),
     *COPIES,
     *MODELS,
-    *(draft.having(lookup=lookup) for draft in (MODELS[1], MODELS[-2]) for lookup in FIRST),
+    *(draft.having(lookup=lookup) for draft in (MODELS[1], MODELS[-1]) for lookup in FIRST),
     *(draft.having(tree=tree) for draft in MODELS for tree in LEAVES),
-    FEATURE.having(lookup=Lookup()).having(tree=LEAVES[2]),
+    HEADS[2].having(lookup=Lookup()).having(tree=LEAVES[2]),
 ]
 
 
@@ -121,7 +118,6 @@ def test_it_begins_with_a_usual_draft_of_each_kind(space: Space) -> None:
         "self-draft in int4",
         "early exit at layer 3 (no head)",
         "early exit at layer 2 (trained head)",
-        "feature head",
         "prompt lookup (n-grams of 3 to 1)",
         "suffix automaton (matches from 1, factor 2, probability 0.3)",
     ]
@@ -168,7 +164,7 @@ def test_drafts_that_are_not_accepted_are_not_offered(problem: Problem) -> None:
         return draft.kind != "early_exit" and draft.parts.lookup is None
 
     space = SpaceSettings().space(replace(problem, accepts=accepts))
-    assert space.kinds == ("none", "layer_skip", "feature_head", "prompt_lookup", "suffix_automaton")
+    assert space.kinds == ("none", "layer_skip", "prompt_lookup", "suffix_automaton")
     assert space.identity()["lookups"] == ["none"]
 
 

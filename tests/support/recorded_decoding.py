@@ -16,7 +16,6 @@ from decoding.draft_length import DraftLengthRule
 from decoding.drafts import (
     Draft,
     EarlyExit,
-    FeatureHeadDraft,
     FixedLeaves,
     LayerSkip,
     Lookup,
@@ -35,7 +34,6 @@ from decoding.runners.static import StaticRunner
 from decoding.target import Target
 from decoding.text import Ending
 from tests.support.families import NUM_LAYERS, SUPPORTED, VOCABULARY, build
-from tests.support.feature_heads import disturbed_feature_head, write_feature_head
 from tests.support.heads import write_heads
 
 FAMILIES = [family for family in SUPPORTED if family != "bloom"]
@@ -65,9 +63,8 @@ DRAFTS: dict[str, Draft] = {
     HEAD: EarlyExit(exit_layer=EXIT_LAYER),
     "lookup, then exit with a head": EarlyExit(exit_layer=EXIT_LAYER, lookup=Lookup(min_ngram=2)),
     "int8 exit with a head": EarlyExit(exit_layer=EXIT_LAYER, bits=8),
-    "feature head": FeatureHeadDraft(head="feature.safetensors", head_sha256="0" * 64),
-    "lookup, then feature head with leaves": FeatureHeadDraft(
-        head="feature.safetensors", head_sha256="0" * 64, lookup=Lookup(max_tokens=3), tree=FixedLeaves(leaves=3)
+    "lookup, then exit with a head and leaves": EarlyExit(
+        exit_layer=EXIT_LAYER, lookup=Lookup(max_tokens=3), tree=FixedLeaves(leaves=3)
     ),
 }
 SIZES = ((5, 10), (9, 6), (1, 14))
@@ -99,11 +96,9 @@ def recorded_target(
 
 
 @functools.cache
-def heads_of(target: Target, folder: Path) -> tuple[EarlyExit, FeatureHeadDraft, HeadFolder]:
-    """Write an exit head and a feature head, and return the drafts that use them."""
-    exit_draft = write_heads(target, folder, [EXIT_LAYER])[EXIT_LAYER]
-    feature_draft = write_feature_head(target, folder, disturbed_feature_head(target))
-    return exit_draft, feature_draft, HeadFolder(target, folder)
+def head_of(target: Target, folder: Path) -> tuple[EarlyExit, HeadFolder]:
+    """Write an exit head, and return the draft that uses it."""
+    return write_heads(target, folder, [EXIT_LAYER])[EXIT_LAYER], HeadFolder(target, folder)
 
 
 def decoder_of(
@@ -113,8 +108,7 @@ def decoder_of(
     decoding, document = Decoding(prefix_reuse=prefix_reuse), DRAFTS[draft]
     if "head" not in draft:
         return Decoder(target, document, rule, decoding)
-    exit_draft, feature_draft, heads = heads_of(target, folder)
-    trained: Draft = feature_draft if isinstance(document, FeatureHeadDraft) else exit_draft
+    trained, heads = head_of(target, folder)
     parts = {part: getattr(document.parts, part) for part in document.takes}
     return Decoder(target, trained.having(**parts), rule, decoding, heads=heads)
 

@@ -16,7 +16,7 @@ from tests.support.records import record, sample
 from tests.support.reviews import review
 from tests.support.shown import check_readable, shown
 from tuner.cli.doctor import capabilities_panel
-from tuner.cli.show import heads_table
+from tuner.cli.show import exits_table
 from tuner.review.document import MeasuredCandidate, StockComparison, StockContender
 from tuner.review.tables import results_table
 from tuner.tables import figures_table
@@ -147,7 +147,7 @@ def test_heads_and_capabilities() -> None:
     facts = HeadFacts(
         exit_layer=126, num_layers=252, architecture="a", config_sha256="c", weights_sha256="w", training=training
     )
-    check_readable(heads_table({126: facts}), [("126", "0.510")])
+    check_readable(exits_table({126: facts}), [("126", "0.510")])
     blocks = tuple(range(0, 80, 2))
     found = Capabilities(
         "Llama", num_layers=80, num_parameters=10, dtype="float32", device="cpu", skippable_blocks=blocks

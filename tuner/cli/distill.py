@@ -1,4 +1,4 @@
-"""`sdtune distill`: exit heads or a feature head for a model, trained on its own continuations."""
+"""`sdtune distill`: exit heads for a model, trained on its own continuations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from tuner.cli.options import GroupedCommand, given, keys_of, options_of
-from tuner.cli.show import heads_table
+from tuner.cli.show import exits_table
 from tuner.cli.terminal import (
     CONFIG_OPTION,
     QUIET,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from tuner.heads.plan import Distillation
 
-OF_DISTILLATION = ("head", "exit_layers", "training_dataset", "training_column", "timeout")
+OF_DISTILLATION = ("exit_layers", "training_dataset", "training_column", "timeout")
 OF_THE_SEARCH = (
     "model",
     "dataset",
@@ -56,7 +56,7 @@ OF_THE_SEARCH = (
 @click.option("--overwrite", is_flag=True, help="Replace the heads asked for, and unfinished work of other settings.")
 @QUIET
 def distill(config_file: Path | None, dry_run: bool, overwrite: bool, **flags: Any) -> None:
-    """Train heads that draft: one decoder layer for each early exit, or a feature head that drafts on by itself.
+    """Train heads that draft: one decoder layer for each early exit.
 
     The model continues the training prompts, and the heads learn its tokens; the model itself is not changed. `sdtune search`
     with the same prompts and seed then drafts with them; its held-out prompts are no training prompts. The same command resumes.
@@ -64,7 +64,6 @@ def distill(config_file: Path | None, dry_run: bool, overwrite: bool, **flags: A
     \b
     Examples:
       sdtune distill --config configs/demo.yaml
-      sdtune distill --config configs/demo.yaml --head feature --set distillation.unrolled_steps=4
       sdtune distill meta-llama/Llama-3.1-8B --dataset humaneval --training-dataset prompts.jsonl --timeout 30m
     """
     flags |= {f"distillation.{name}": flags.pop(name) for name in OF_DISTILLATION}
@@ -87,9 +86,9 @@ def distill(config_file: Path | None, dry_run: bool, overwrite: bool, **flags: A
             _print_plan(results, work, missing)
             return
         made = distil_and_track(work, missing, config, progress, overwrite=overwrite) if missing else None
-    results.print(heads_table(dict(sorted({**finished, **(made.facts if made else {})}.items()))))
+    results.print(exits_table(dict(sorted({**finished, **(made.facts if made else {})}.items()))))
     if finished:
-        results.print(f"already trained with these settings: {work.kind.names(list(finished))}")
+        results.print(f"already trained with these settings: {', '.join(map(str, finished))}")
     if made is not None:
         print_facts(
             results,
@@ -118,7 +117,7 @@ def _print_plan(console: Console, work: Distillation, missing: Sequence[int]) ->
     texts = work.training_texts
     print_facts(
         console,
-        heads=f"{work.folder}: {len(missing)} to train: {work.kind.names(missing)}",
+        heads=f"{work.folder}: {len(missing)} to train: {', '.join(map(str, missing))}",
         prompts=f"{len(texts.prompts)} to train on, {texts.samples} continuations of {texts.response_tokens} tokens each; "
         f"{len(work.prompts.held_out)} held out for the evaluation",
     )

@@ -44,16 +44,13 @@ def show(path: Path) -> None:
 
 
 def _show_heads(folder: Path) -> None:
-    from decoding.head_folder import list_feature_head, list_heads
+    from decoding.head_folder import list_heads
 
-    feature = list_feature_head(folder)
-    exits = list_heads(folder, required=feature is None)
+    exits = list_heads(folder)
     if is_asked("json"):
-        found = [*exits.values(), *([feature] if feature else [])]
-        print_json([facts.model_dump(mode="json") for facts in found])
-        return
-    for table in [*([exits_table(exits)] if exits else []), *([feature_head_table(feature)] if feature else [])]:
-        Console().print(table)
+        print_json([facts.model_dump(mode="json") for facts in exits.values()])
+    else:
+        Console().print(exits_table(exits))
 
 
 def exits_table(facts: Mapping[int, HeadFacts]) -> Table:
@@ -66,24 +63,6 @@ def exits_table(facts: Mapping[int, HeadFacts]) -> Table:
             figures = (before.acceptance, after.acceptance, before.agreement, after.agreement)
             table.add_row(str(exit_layer), *(f"{figure:.3f}" for figure in figures))
     return table
-
-
-def feature_head_table(facts: HeadFacts) -> Table:
-    """Return a table of a feature head by the step of a round: acceptance and agreement before and after the training."""
-    title = "Feature head on held-out prompts, by the step of a round"
-    table = figures_table(title, "step", *("acceptance", "trained", "agreement", "trained"))
-    if facts.training is not None:
-        steps = zip(facts.training.before_by_step, facts.training.after_by_step, strict=True)
-        for step, (before, after) in enumerate(steps, start=1):
-            figures = (before.acceptance, after.acceptance, before.agreement, after.agreement)
-            table.add_row(str(step), *(f"{figure:.3f}" for figure in figures))
-    return table
-
-
-def heads_table(facts: Mapping[int, HeadFacts]) -> Table:
-    """Return the table of exit heads, or of a feature head, which a distillation makes alone."""
-    feature = [of_head for of_head in facts.values() if of_head.is_feature_head]
-    return feature_head_table(feature[0]) if feature else exits_table(facts)
 
 
 def profile_panel(profile: DraftProfile) -> RenderableType:

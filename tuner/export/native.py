@@ -21,7 +21,7 @@ def native_flags(profile: DraftProfile, path: Path) -> tuple[str, ...] | None:
         return None
     if isinstance(rule, CostAwareRule) and rule.costs is None:
         return None
-    if head is not None and (head.is_autoregressive or head.num_tokens is not None):
+    if head is not None and head.num_tokens is not None:
         return None
     speculative = {
         "method": "custom_class",

@@ -161,7 +161,7 @@ def write_draft(
     assert plan.shape is not None, "there is a draft to write"
     target = Target(source.loaded.model)
     head = None
-    if draft.trained_head is not None:  # a feature head has been refused, and a draft vocabulary dropped
+    if draft.trained_head is not None:  # a draft vocabulary has been dropped
         head = ExitHead(HeadFolder(target, source.folder).get(cast("EarlyExit", draft)).block)
     progress.stage("writing the draft")
     folder = building / DRAFT_FOLDER

@@ -80,12 +80,6 @@ def shape_of(draft: DraftDocument, num_layers: int) -> DraftShape:
 
     Raises `ExportError` for a draft that no list of blocks can express, with the nearest one that can.
     """
-    head = draft.trained_head
-    if head is not None and head.is_autoregressive:
-        raise ExportError(
-            f"a feature head reads the target's hidden states, which no engine gives a draft model: {DEPLOY_TO}, or keep "
-            "everything with --to folder"
-        )
     skip = draft.skipped(num_layers)
     if set(skip.skip_attention) != set(skip.skip_mlp):
         raise ExportError(
@@ -95,7 +89,7 @@ def shape_of(draft: DraftDocument, num_layers: int) -> DraftShape:
     kept = tuple(index for index in range(num_layers) if index not in set(skip.skip_attention))
     if not kept:
         raise ExportError("the draft runs none of the model's blocks: only --to folder can hold it")
-    shape = DraftShape(kept, head is not None, num_layers)
+    shape = DraftShape(kept, draft.trained_head is not None, num_layers)
     if shape.is_whole and draft.parts.bits is None:
         raise ExportError(
             f"without its quantised weights the draft is the whole model, which cannot make it faster: {DEPLOY_TO}; or "

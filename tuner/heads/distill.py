@@ -10,22 +10,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 
 from decoding.drafts import compact_indices
 from decoding.errors import DistillationError
-from decoding.exit_heads import HeadFacts, HeadTraining, prompt_sha256, save_head
+from decoding.exit_heads import ExitFigures, HeadFacts, HeadTraining, prompt_sha256, save_head
 from decoding.fingerprint import hash_json
+from decoding.target.heads import new_exit_head
 from tuner.config import SearchConfig
 from tuner.fields import DATA_FIELDS
 from tuner.heads.checkpoint import OtherCheckpointError, load_checkpoint, save_checkpoint, stored_exits
-from tuner.heads.kinds import choose_vocabulary
 from tuner.heads.limits import TimeLimit
 from tuner.heads.plan import Distillation, heads_at_once
 from tuner.heads.texts import GeneratedText, TextPlan, generate_texts, num_response_tokens
-from tuner.heads.training import Figures, Losses, Run, Student, evaluate, train
+from tuner.heads.training import Losses, Run, Student, evaluate, train
+from tuner.heads.vocabulary import choose_vocabulary
 from tuner.inputs.memory import explained_shortage
 from tuner.progress import Progress
 from tuner.results import device_name, git_revision, versions
@@ -74,22 +74,20 @@ def distil(
     texts = _training_texts(work, limit, progress)
     unseen = _texts(work, work.evaluation_texts, "generating evaluation texts", MIN_EVALUATION_TOKENS, progress)
     writing_seconds = sum(text.seconds for text in (*texts, *unseen))
-    figures = partial(
-        evaluate, work.kind, target, texts=unseen, batch_size=settings.batch_size, on_texts=progress.advance
-    )
+    figures = partial(evaluate, target, texts=unseen, batch_size=settings.batch_size, on_texts=progress.advance)
     evaluated = limit.spent
     progress.stage("evaluating without trained heads", len(unseen))
-    before = figures(heads=dict.fromkeys(exits, work.kind.before(target)))
+    before = figures(heads=dict.fromkeys(exits))
     evaluated = limit.spent - evaluated
     vocabulary = choose_vocabulary(target, texts, settings)
     facts, training_seconds, num_begun = dict[int, HeadFacts](), 0.0, 0
     for group in _groups(work, exits, progress):
         seconds = limit.for_group(len(group), len(exits) - num_begun, evaluated)
         num_begun += len(group)
-        students = {layer: Student(work.kind.new_head(target, vocabulary)) for layer in group}
+        students = {layer: Student(new_exit_head(target, vocabulary)) for layer in group}
         run = Run(students, most_seconds=seconds)
         _train(work, run, texts, progress, on_losses, overwrite=overwrite)
-        heads: dict[int, Any] = {layer: student.stored_head() for layer, student in students.items()}
+        heads = {layer: student.stored_head() for layer, student in students.items()}
         students.clear()  # the optimizers are not needed any more, and the evaluation takes memory too
         progress.stage("evaluating the trained heads", len(unseen))
         after = figures(heads=heads)
@@ -159,8 +157,8 @@ def _facts(
     texts: Sequence[GeneratedText],
     steps: int,
     seconds: float,
-    before: Figures,
-    after: Figures,
+    before: ExitFigures,
+    after: ExitFigures,
 ) -> HeadFacts:
     training = HeadTraining(
         model=work.loaded.name,
@@ -171,16 +169,13 @@ def _facts(
         temperature=work.settings.temperature,
         steps=steps,
         seconds=seconds,
-        before=before[0],
-        after=after[0],
-        before_by_step=before if len(before) > 1 else (),
-        after_by_step=after if len(after) > 1 else (),
+        before=before,
+        after=after,
         device=device_name(work.target.device),
         versions=versions(),
         identity=work.identity,
     )
     return HeadFacts(
-        schema=work.kind.schema,
         exit_layer=exit_layer,
         num_layers=work.target.num_layers,
         architecture=type(work.loaded.model).__name__,
@@ -200,7 +195,7 @@ def distil_and_track(
     less = "give a lower distillation.heads_at_once, batch_size or response_tokens; finished heads stay"
     tracker = _open_tracker(work, exits, config)
     try:
-        with explained_shortage(f"distilling {work.kind.noun}", less):
+        with explained_shortage("distilling exit heads", less):
             distilled = distil(work, exits, progress, on_losses=partial(_log_losses, tracker), overwrite=overwrite)
         _log_distilled(tracker, work, distilled)
     except KeyboardInterrupt:

@@ -99,7 +99,7 @@ def distillation_time(
     num_groups = -(-num_heads // max(1, heads_at_once))
     of_target = num_groups * settings.batch_size * text
     of_head = settings.batch_size * (text * block_share + response * output_share)
-    of_heads = num_heads * settings.head_passes * (1 + BACKWARD) * of_head
+    of_heads = num_heads * (1 + BACKWARD) * of_head
     updates = num_heads * UPDATE_READS * block_share * pulse.token_seconds
     training = settings.steps * ((of_target + of_heads) * pulse.position_seconds + updates)
     evaluated = num_evaluated * (1 + num_heads * head_share)
@@ -107,33 +107,27 @@ def distillation_time(
     return DistillationTime(writing, training, evaluation)
 
 
-def head_parameters(size: ModelSize, settings: DistillSettings) -> int:
-    """Return the weights of a head: those of a block, and in a feature head those that join its inputs."""
-    joining = 2 * size.hidden_size**2 + 2 * size.hidden_size if settings.head == "feature" else 0
-    return size.block_parameters + joining
-
-
 def bytes_per_head(size: ModelSize, prompt_tokens: int, settings: DistillSettings) -> int:
     """Return the bytes that each head in training takes: its weights, its optimizer and the states at its exit."""
     item = size.dtype.itemsize
     master = 0 if item == _MASTER else _MASTER
     num_tokens = settings.batch_size * (prompt_tokens + settings.response_tokens)
-    return head_parameters(size, settings) * (item + master + _ADAM) + num_tokens * size.hidden_size * item
+    return size.block_parameters * (item + master + _ADAM) + num_tokens * size.hidden_size * item
 
 
 def shared_bytes(size: ModelSize, prompt_tokens: int, settings: DistillSettings) -> int:
     """Return the bytes that a training step takes however many heads there are: one head is trained after another.
 
-    Labels and logits of the responses, the gradients of one head, and what its backward pass keeps of each pass. Prompts of one
+    Labels and logits of the responses, the gradients of one head, and what its backward pass keeps. Prompts of one
     length are assumed: a batch's logits begin where its shortest prompt ends.
     """
     item = size.dtype.itemsize
     num_tokens = settings.batch_size * (prompt_tokens + settings.response_tokens)
     num_responses = settings.batch_size * settings.response_tokens
-    passes, weights = settings.head_passes, head_parameters(size, settings)
-    # Labels, and for each pass logits with their softmax and gradient, all but one in float32.
-    vocabulary = num_responses * size.vocabulary * (4 + passes * (3 * 4 + 2 * item))
-    activations = passes * 2 * num_tokens * weights // size.hidden_size * item
+    weights = size.block_parameters
+    # Labels, and logits with their softmax and gradient, all but one in float32.
+    vocabulary = num_responses * size.vocabulary * (4 + 3 * 4 + 2 * item)
+    activations = 2 * num_tokens * weights // size.hidden_size * item
     return vocabulary + activations + weights * (item + 2 * _GRADIENT)
 
 

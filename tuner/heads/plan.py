@@ -10,15 +10,16 @@ from statistics import fmean
 from typing import Any
 
 from decoding.errors import DistillationError, ExitHeadError
-from decoding.exit_heads import HeadFacts, read_facts
+from decoding.exit_heads import HeadFacts, head_name, read_facts
 from decoding.fingerprint import Fingerprint, fingerprint
 from decoding.target import Target
+from studies.space import default_exit_layers
 from tuner.config import DistillSettings, SearchConfig
 from tuner.fields import PromptSettings
 from tuner.heads.checkpoint import differences
-from tuner.heads.kinds import HEAD_KINDS, HeadKind, draft_vocabulary_size
 from tuner.heads.limits import DistillationTime, distillation_time, heads_that_fit
 from tuner.heads.texts import TextPlan
+from tuner.heads.vocabulary import draft_vocabulary_size
 from tuner.inputs.memory import ModelSize, free_bytes, refuse_too_large, size_of_checkpoint
 from tuner.inputs.models import Loaded, load
 from tuner.inputs.prompts import Prompt, PromptSet, load_prompts, search_prompts
@@ -51,17 +52,18 @@ class Distillation:
     most_seconds: float | None = None
     """Limit of this run on the whole distillation, beside the one of the settings; no part of the heads' identity."""
 
-    @property
-    def kind(self) -> HeadKind:
-        return HEAD_KINDS[self.settings.head]
-
     @cached_property
     def exits(self) -> tuple[int, ...]:
-        """Requested exit layers, or the default ones; for a feature head the number of blocks.
-
-        Raises `DistillationError` if the model lacks one of them.
-        """
-        return self.kind.layers(self.settings, self.target)
+        """Requested exit layers, or the default ones. Raises `DistillationError` if the model lacks one of them."""
+        exits = self.settings.exit_layers or default_exit_layers(self.target.num_layers)
+        if not exits:
+            raise DistillationError(f"a model with {self.target.num_layers} layer has no exit to train a head for")
+        for exit_layer in exits:
+            try:
+                self.target.check_exit_layer(exit_layer)
+            except ValueError as cause:
+                raise DistillationError(str(cause)) from None
+        return exits
 
     @cached_property
     def model(self) -> Fingerprint:
@@ -95,15 +97,14 @@ class Distillation:
         """
         decisive = self.settings.model_dump(include={"steps", "timeout", "batch_size", "learning_rate"})
         decisive["draft_vocabulary"] = draft_vocabulary_size(self.target, self.settings)
-        decisive |= self.kind.decisive(self.settings)
         return {**self.training_texts.identity(self.model, self.target.dtype), **decisive}
 
     @property
     def checkpoint(self) -> Path:
         return self.folder / "checkpoint.pt"
 
-    def path(self, layer: int) -> Path:
-        return self.folder / self.kind.file_name(layer)
+    def path(self, exit_layer: int) -> Path:
+        return self.folder / head_name(exit_layer)
 
     def finished(self) -> dict[int, HeadFacts]:
         """Return the facts of the requested heads that exist already, by exit layer.

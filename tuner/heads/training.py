@@ -3,8 +3,7 @@
 Each step runs the target once, then each head in turn. The loss is the cross-entropy of a head's distribution against the
 target's (soft labels), over the tokens of the responses. It is reported minus its lower bound, the entropy of the labels if
 the head drafts from all tokens: a loss of 0 means that the head predicts the target exactly. A head with a vocabulary of its
-own learns the labels of these tokens, with the weight that the target gives them together. A feature head is trained by the sum
-of the losses of several steps of its own.
+own learns the labels of these tokens, with the weight that the target gives them together.
 
 A head starts as a copy of the target's last block. It computes in the target's precision, as in production, while the optimizer
 updates float32 master weights. The structure of a step, the schedule and the rates are our formulation.
@@ -18,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,30 +24,25 @@ from torch import Tensor, nn
 
 from decoding.errors import DistillationError
 from decoding.exit_heads import ExitFigures
-from decoding.target import DraftVocabulary, ExitHead, FeatureHead, Target
+from decoding.target import DraftVocabulary, ExitHead, Target
+from decoding.target.states import exit_logits, exit_states
 from tuner.config import DistillSettings
-from tuner.heads.kinds import HEAD_KINDS, HeadKind
 from tuner.heads.texts import GeneratedText, Schedule, TrainingBatch, batches_by_length
 
 WARM_UP = 0.05
 """Share of the training over which the learning rate rises to its peak."""
 GRADIENT_NORM = 1.0
 BETAS = (0.9, 0.95)
-STEP_WEIGHT = 0.8
-"""Weight of a step's loss over that of the step before: a later draft counts only if the earlier ones are accepted."""
 
 Losses = Mapping[int, float]
 """Cross-entropy minus the entropy of the labels, in nats per token, by exit layer."""
-Figures = tuple[ExitFigures, ...]
-"""Figures of a draft by the steps of a round."""
-HeadT = TypeVar("HeadT", ExitHead, FeatureHead)
 
 
-class Student(Generic[HeadT]):
+class Student:
     """Head in training: its module, float32 master weights, and their optimizer."""
 
-    def __init__(self, head: HeadT) -> None:
-        self.head: HeadT = head
+    def __init__(self, head: ExitHead) -> None:
+        self.head = head
         self._weights: list[nn.Parameter] = list(head.block.parameters())
         # The weights of a float32 head are their own masters.
         self.masters: list[Tensor] = [
@@ -81,7 +74,7 @@ class Student(Generic[HeadT]):
                 weight.copy_(master)
 
     @torch.no_grad()
-    def stored_head(self) -> HeadT:
+    def stored_head(self) -> ExitHead:
         """Return the head as loaded from a file: target's precision, rounded to bfloat16."""
         stored = copy.deepcopy(self.head.block).requires_grad_(False)
         for weight, master in zip(stored.parameters(), self.masters, strict=True):
@@ -93,7 +86,7 @@ class Student(Generic[HeadT]):
 class Run:
     """State of a training run, as a checkpoint holds it."""
 
-    students: dict[int, Student[Any]]
+    students: dict[int, Student]
     losses: list[Losses] = field(default_factory=list)
     """One entry per step."""
     seconds: float = 0.0
@@ -141,7 +134,7 @@ def train(
 
 
 def train_step(
-    students: Mapping[int, Student[Any]],
+    students: Mapping[int, Student],
     target: Target,
     batch: TrainingBatch,
     learning_rate: float,
@@ -149,12 +142,11 @@ def train_step(
 ) -> Losses:
     """Run the target once and update each student in turn.
 
-    Returns the losses in nats per token, the mean of a feature head's steps. Peak memory beyond the model and the students: the
+    Returns the losses in nats per token. Peak memory beyond the model and the students: the
     states that they read, and the activations and logits of one student at a time.
     """
-    kind, num_steps = HEAD_KINDS[settings.head], settings.head_passes
     with torch.no_grad():
-        states, logits = kind.read(target, batch, list(students))
+        states, logits = exit_states(target, batch.token_ids, list(students), first=batch.first)
         all_labels = torch.softmax(logits[batch.response_mask].float(), dim=-1)  # [tokens, vocabulary]
         del logits
     losses, known = {}, dict[DraftVocabulary | None, tuple[Tensor, float]]()
@@ -164,52 +156,43 @@ def train_step(
             chosen = of_vocabulary(all_labels, vocabulary)
             known[vocabulary] = chosen, least_loss(chosen)
         labels, least = known[vocabulary]
-        total, plain = torch.zeros((), device=labels.device), 0.0
-        steps = kind.drafted(target, student.head, batch, states.pop(exit_layer), num_steps)
-        for index, drafted in enumerate(steps):
-            loss = soft_label_loss(of_vocabulary(drafted[batch.response_mask], vocabulary), labels)
-            total = total + STEP_WEIGHT**index * loss
-            plain += loss.item()
-        total.backward()
+        drafted = exit_logits(target, batch.token_ids, states.pop(exit_layer), student.head, first=batch.first)
+        loss = soft_label_loss(of_vocabulary(drafted[batch.response_mask], vocabulary), labels)
+        loss.backward()
         student.update(len(labels), learning_rate)
-        losses[exit_layer] = (plain / num_steps - least) / len(labels)
+        losses[exit_layer] = (loss.item() - least) / len(labels)
     return losses
 
 
 @torch.no_grad()
 def evaluate(
-    kind: HeadKind,
     target: Target,
-    heads: Mapping[int, Any],
+    heads: Mapping[int, ExitHead | None],
     texts: Sequence[GeneratedText],
     batch_size: int,
     on_texts: Callable[[int], None] = lambda num_texts: None,
-) -> dict[int, Figures]:
+) -> dict[int, ExitFigures]:
     """Return the figures of each head over all response tokens of `texts`, by exit layer; None is an exit without a head.
 
     `on_texts` is called after each batch with the number of texts in it.
     """
-    num_steps = kind.evaluated_steps
-    sums = {layer: torch.zeros(num_steps, 2, dtype=torch.float64) for layer in heads}
+    sums = {layer: torch.zeros(2, dtype=torch.float64) for layer in heads}
     num_tokens = 0
     for texts_of_batch in batches_by_length(texts, batch_size):
         batch = TrainingBatch.of(texts_of_batch, target.device)
-        states, logits = kind.read(target, batch, list(heads))
+        states, logits = exit_states(target, batch.token_ids, list(heads), first=batch.first)
         target_logits = logits[batch.response_mask]
         num_tokens += target_logits.shape[0]
         for layer, head in heads.items():
-            for index, drafted in enumerate(kind.drafted(target, head, batch, states.pop(layer), num_steps)):
-                draft_logits = drafted[batch.response_mask]
-                agrees = target_logits.argmax(dim=-1) == draft_logits.argmax(dim=-1)
-                accepted = acceptance(target_logits, draft_logits).double().sum()
-                sums[layer][index] += torch.stack([accepted, agrees.double().sum()]).cpu()
+            drafted = exit_logits(target, batch.token_ids, states.pop(layer), head, first=batch.first)
+            draft_logits = drafted[batch.response_mask]
+            agrees = target_logits.argmax(dim=-1) == draft_logits.argmax(dim=-1)
+            accepted = acceptance(target_logits, draft_logits).double().sum()
+            sums[layer] += torch.stack([accepted, agrees.double().sum()]).cpu()
         on_texts(len(texts_of_batch))
     return {
-        layer: tuple(
-            ExitFigures(acceptance=min(1.0, float(accepted) / num_tokens), agreement=float(agreed) / num_tokens)
-            for accepted, agreed in of_layer
-        )
-        for layer, of_layer in sums.items()
+        layer: ExitFigures(acceptance=min(1.0, float(accepted) / num_tokens), agreement=float(agreed) / num_tokens)
+        for layer, (accepted, agreed) in sums.items()
     }
 
 

@@ -41,7 +41,7 @@ from decoding.timing.passes import Prompted, PromptedBatch, between_plain
 from studies.costs.fit import fit_costs
 from studies.costs.plan import plan_passes
 from studies.costs.table import CostTable
-from studies.costs.terms import BlockKinds, DraftStep, Pass, Terms, Verification, join_share
+from studies.costs.terms import BlockKinds, DraftStep, Pass, Terms, Verification
 from tuner.errors import StorageError
 from tuner.measuring.machine import MOST_COST_ERROR
 from tuner.progress import Progress
@@ -245,7 +245,7 @@ def resolve_terms(
     widths = [*(width for width in WIDTHS if width < widest), widest]
     known = tuple(sorted(set(bits))) if target.can_be_quantised else ()
     kinds = BlockKinds.of(target)
-    return Terms(kinds, tuple(widths), tuple(contexts), target.lm_heads.num_rows, known, join_share(target))
+    return Terms(kinds, tuple(widths), tuple(contexts), target.lm_heads.num_rows, known)
 
 
 def cost_key(target: Target, num_sequences: int = 1) -> dict[str, Any]:

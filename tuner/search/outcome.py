@@ -218,17 +218,15 @@ def head_cautions(task: Task, winner: MeasuredCandidate) -> tuple[str, ...]:
     """Return what a reader should know about the heads of the winner."""
     used = set(winner.candidate.draft.files)
     exits = [layer for layer, draft in task.heads.items() if draft.head in used]
-    feature = task.feature_draft is not None and task.feature_draft.head in used
     found = [task.head_folder.facts(layer) for layer in exits]
-    found += [task.head_folder.feature_facts()] if feature else []
     wanted = Path(task.config.distillation.training_dataset or task.config.dataset).name
     cautions = [
-        f"The {facts.noun} was trained on {Path(facts.training.dataset).name}, not on {wanted}."
+        f"The exit head was trained on {Path(facts.training.dataset).name}, not on {wanted}."
         for facts in found
         if facts is not None and facts.training is not None and Path(facts.training.dataset).name != wanted
     ]
     tuning = token_ids(task.prompts.tuning)
-    if used and (count := task.head_folder.num_trained_on(exits, tuning, feature_head=feature)):
+    if used and (count := task.head_folder.num_trained_on(exits, tuning)):
         cautions.append(
             f"Heads were trained on {count} of the {len(tuning)} tuning prompts, so trials overrate them; held-out figures do not."
         )

@@ -166,7 +166,7 @@ def _ended(task: Task, store: StudyStore, tracker: Tracker, progress: Progress, 
             refused = objection(winner.candidate, finalists[0].measurement, winner.measurement, busy=busy)
             stock = _compared(task, None if refused else winner.candidate, held_out, progress)
         facts = None if engine is None else engine.facts(None if refused else winner.candidate)
-    heads = task.head_folder.distillation_seconds(studies.heads, feature_head=task.feature_draft is not None)
+    heads = task.head_folder.distillation_seconds(studies.heads)
     cost = SearchCost(trials=len(records), seconds=store.spent_seconds(config.study), distillation_seconds=heads)
     with clock.stage(Stage.WRITING):
         if (count := confirmations.count(winner.candidate)) > 1:

@@ -168,7 +168,6 @@ def build_problem(
         batch_size=bench.batch_size,
         decoding=task.decoding,
         head_drafts=heads,
-        feature_draft=task.feature_draft,
         heads=task.head_folder,
         costs=costs,
         seconds=seconds,

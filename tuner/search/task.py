@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from decoding.drafts import EarlyExit, FeatureHeadDraft
+from decoding.drafts import EarlyExit
 from decoding.errors import DistillationError, UnsupportedModelError
 from decoding.fingerprint import Fingerprint, fingerprint, hash_json
 from decoding.head_folder import HeadFolder
@@ -55,8 +55,6 @@ class Task:
     """Folder of the trained heads: one object for the whole search, so that few heads are in memory."""
     heads: Mapping[int, EarlyExit]
     """Drafts of the existing exit heads that the studies use, by exit layer."""
-    feature_draft: FeatureHeadDraft | None
-    """Draft of the feature head, if the folder has one and a study wants it."""
     missing_heads: tuple[int, ...]
     """Exit layers whose head a study asks for and that have none yet."""
     budget: Budget
@@ -150,8 +148,6 @@ def _prepared(
     check_writable(config.out)
     settings = settings_sha256(config)
     config = restricted(config)
-    # A search trains exit heads: a feature head is worth its time only to those who ask for it.
-    config = config.model_copy(update={"distillation": config.distillation.model_copy(update={"head": "exit"})})
     rows = open_rows(config.dataset, config)
     check_rows(config, rows)
     configuration = None
@@ -178,8 +174,7 @@ def _prepared(
     for note in prompts.notes:
         progress.say(note)
     heads = folder.drafts(wanted, held_out=token_ids(prompts.held_out))
-    feature = _feature_draft(config, folder, prompts)
-    if num_seen := folder.num_trained_on(heads, token_ids(prompts.tuning), feature_head=feature is not None):
+    if num_seen := folder.num_trained_on(heads, token_ids(prompts.tuning)):
         progress.say(
             f"the heads in {config.heads} were trained on {num_seen} of the {len(prompts.tuning)} tuning prompts: trials "
             "overrate them (the held-out figures do not)"
@@ -197,7 +192,6 @@ def _prepared(
         model,
         folder,
         heads,
-        feature,
         missing,
         budget,
         deployment=deployment,
@@ -212,16 +206,6 @@ def _counts(config: SearchConfig, prompts: PromptSet) -> dict[str, int]:
     if tuning < config.tuning_prompts:
         per_trial = min(per_trial, max(2, tuning // 2))
     return {"tuning_prompts": tuning, "held_out_prompts": len(prompts.held_out), "prompts_per_trial": per_trial}
-
-
-def _feature_draft(config: SearchConfig, folder: HeadFolder, prompts: PromptSet) -> FeatureHeadDraft | None:
-    """Return the draft of the feature head, or None if there is none or no study wants it.
-
-    Raises `ExitHeadError` for one of another model, or trained on held-out prompts.
-    """
-    if not any(config.study_settings(name).wants_feature_head for name in config.study):
-        return None
-    return folder.feature_draft(held_out=token_ids(prompts.held_out))
 
 
 def _load_if_it_fits(config: SearchConfig, progress: Progress) -> Loaded:

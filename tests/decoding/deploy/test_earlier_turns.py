@@ -17,7 +17,6 @@ from decoding.profile import Decoding
 from decoding.runners.eager import EagerRunner
 from decoding.target import Target
 from tests.support.families import target_of
-from tests.support.feature_heads import disturbed_feature_head, write_feature_head
 from tests.support.heads import write_heads
 from tests.support.profiles import profile_of
 from tests.support.tiny import tiny_llama
@@ -35,9 +34,6 @@ def model() -> LlamaForCausalLM:
 def _draft(kind: str, model: PreTrainedModel, folder: Path) -> Draft:
     if kind == "exit":
         return write_heads(Target(model), folder, [3])[3]
-    if kind == "feature":
-        target = Target(model)
-        return write_feature_head(target, folder, disturbed_feature_head(target))
     drafts: dict[str, Draft] = {
         "skip": LayerSkip(skip_attention=(2, 3, 4), skip_mlp=(3, 4)),
         "skip without a head, after a lookup": EarlyExit(exit_layer=4, lookup=SuffixLookup(max_tokens=6)),
@@ -47,7 +43,7 @@ def _draft(kind: str, model: PreTrainedModel, folder: Path) -> Draft:
     return drafts[kind]
 
 
-KINDS = ["skip", "skip without a head, after a lookup", "lookup", "plain", "exit", "feature"]
+KINDS = ["skip", "skip without a head, after a lookup", "lookup", "plain", "exit"]
 
 
 def _conversation(model: PreTrainedModel, decoder: ProfileDecoder | None, **settings: Any) -> list[torch.Tensor]:
@@ -66,7 +62,7 @@ def _conversation(model: PreTrainedModel, decoder: ProfileDecoder | None, **sett
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
     ("runner", "kind"),
-    [*(("eager", kind) for kind in KINDS), ("static", "skip"), ("static", "feature")],
+    [*(("eager", kind) for kind in KINDS), ("static", "skip"), ("static", "exit")],
 )
 def test_turns_are_those_of_plain_generate(model: LlamaForCausalLM, tmp_path: Path, kind: str, runner: str) -> None:
     profile = profile_of(model, _draft(kind, model, tmp_path))
@@ -76,10 +72,9 @@ def test_turns_are_those_of_plain_generate(model: LlamaForCausalLM, tmp_path: Pa
         assert torch.equal(turn, expected)
 
 
-@pytest.mark.parametrize("kind", ["exit", "feature"])
-def test_a_head_drafts_as_well_as_after_reading_everything(model: LlamaForCausalLM, tmp_path: Path, kind: str) -> None:
+def test_a_head_drafts_as_well_as_after_reading_everything(model: LlamaForCausalLM, tmp_path: Path) -> None:
     """Its keys and values travel with the cache, also with a copy of it."""
-    decoder = load_decoder(profile_of(model, _draft(kind, model, tmp_path)), folder=tmp_path)
+    decoder = load_decoder(profile_of(model, _draft("exit", model, tmp_path)), folder=tmp_path)
     first = model.generate(FIRST, custom_generate=decoder, **TURN)
     ids = torch.cat([first.sequences, SECOND], dim=1)
     rounds = []

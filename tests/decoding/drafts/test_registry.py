@@ -13,7 +13,6 @@ from decoding.drafts import (
     KINDS,
     Draft,
     EarlyExit,
-    FeatureHeadDraft,
     FixedLeaves,
     LayerSkip,
     Lookup,
@@ -34,7 +33,6 @@ DRAFTS: list[Draft] = [
     LayerSkip(skip_mlp=(1,), lookup=SuffixLookup()),
     EarlyExit(exit_layer=3),
     EarlyExit(exit_layer=3, head="h.safetensors", head_sha256="a" * 64, lookup=Lookup()),
-    FeatureHeadDraft(head="h.safetensors", head_sha256="a" * 64, lookup=Lookup()),
 ]
 
 

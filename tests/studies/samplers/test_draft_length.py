@@ -100,7 +100,7 @@ def test_kind_of_a_given_draft_may_be_left_out(draft: Any, meant: Any) -> None:
         ({"exit_layer": 3, "heads": "h"}, "unknown key 'draft.heads'; did you mean 'head'"),
         (
             {"kind": "none"},
-            "draft.kind: unknown value 'none'; valid: early_exit, feature_head, layer_skip, prompt_lookup",
+            "draft.kind: unknown value 'none'; valid: early_exit, layer_skip, prompt_lookup",
         ),
         ({"exit_layer": 0}, "draft.exit_layer: input should be greater than or equal to 1"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from decoding.drafts import Draft, EarlyExit, FeatureHeadDraft, LayerSkip
+from decoding.drafts import Draft, EarlyExit, LayerSkip
 from tuner.errors import ExportError
 from tuner.export.shape import DraftShape, reduced, shape_of
 
@@ -33,7 +33,6 @@ def test_the_layers_of_a_draft(draft: Draft, expected: DraftShape, sources: tupl
         (LayerSkip(skip_attention=(1,)), "sublayers.*--to folder"),
         (LayerSkip.blocks((0, 1, 2, 3, 4)), "none of the model's blocks"),
         (LayerSkip(), "the whole model.*llama.cpp"),
-        (FeatureHeadDraft(**HEAD), "hidden states.*--deploy-to.*--to folder"),
     ],
 )
 def test_drafts_that_are_no_list_of_blocks(draft: Draft, words: str) -> None:

@@ -19,14 +19,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tuner.heads.distill
 import tuner.heads.plan
-from decoding.exit_heads import load_exit_head, load_feature_head, read_facts
+from decoding.exit_heads import load_exit_head, read_facts
 from decoding.target import Target
 from tests.support.commands import command_line
 from tests.support.paths import ROOT
 from tests.support.refusals import refused
 from tuner.cli.main import main
 from tuner.fields import PromptSettings
-from tuner.heads.kinds import HEAD_KINDS
 from tuner.heads.texts import GeneratedText, TextPlan, generate_texts
 from tuner.heads.training import Run, evaluate
 from tuner.inputs.prompts import PromptSet, load_prompts
@@ -117,35 +116,12 @@ class TestHeads:
                 (training.after, load_exit_head(path, target, exit_layer)),
                 (training.before, None),
             ):
-                assert evaluate(HEAD_KINDS["exit"], target, {exit_layer: head}, texts, 8) == {exit_layer: (figures,)}
+                assert evaluate(target, {exit_layer: head}, texts, 8) == {exit_layer: figures}
             assert training.after.acceptance > training.before.acceptance
             assert (training.steps, training.num_texts, training.temperature) == (12, 4 * 12, 1.0)
             assert training.num_tokens == 12 * training.num_texts
             for figure in (training.before.acceptance, training.after.acceptance):
                 assert f"{figure:.3f}" in result.stdout
-
-    def test_a_feature_head_loads_and_matches_its_figures_by_step(
-        self, run_distill: DistillCommand, workplace: Path, checkpoint: Path, prompts_file: Path
-    ) -> None:
-        result = run_distill(exit_layers=None, head="feature", unrolled_steps="2")
-        assert result.exit_code == 0, result.output
-        path = workplace / "heads" / "feature_head.safetensors"
-        training = read_facts(path).training
-        assert training is not None
-        target = Target(AutoModelForCausalLM.from_pretrained(checkpoint))
-        prompts = _prompts(prompts_file, checkpoint)
-        held_out = TextPlan(tuple(prompt.token_ids for prompt in prompts.held_out), 1, 0.0, 12, 32, 0)
-        texts = generate_texts(target, held_out, workplace / "again")
-        stored = evaluate(HEAD_KINDS["feature"], target, {6: load_feature_head(path, target)}, texts, 8)
-        assert training.after_by_step == stored[6]
-        assert training.after == training.after_by_step[0]
-        assert training.after.acceptance > training.before.acceptance
-        shown = CliRunner().invoke(main, ["show", "heads"])
-        assert f"{training.after_by_step[3].agreement:.3f}" in result.stdout
-        assert f"{training.after_by_step[3].agreement:.3f}" in shown.stdout
-        again = run_distill(exit_layers=None, head="feature", unrolled_steps="2")
-        assert "already trained with these settings: feature head" in again.stdout
-        assert "another unrolled steps" in run_distill(exit_layers=None, head="feature").output
 
     def test_a_run_is_in_mlflow_and_the_same_command_again_does_nothing(
         self, run_distill: DistillCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch

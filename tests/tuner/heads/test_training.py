@@ -25,7 +25,6 @@ from tuner.config import DistillSettings
 from tuner.heads import texts as texts_module
 from tuner.heads import training as training_module
 from tuner.heads.checkpoint import OtherCheckpointError, load_checkpoint, save_checkpoint
-from tuner.heads.kinds import HEAD_KINDS
 from tuner.heads.texts import (
     GeneratedText,
     Schedule,
@@ -61,8 +60,7 @@ def trained(target: Target, texts: list[GeneratedText], *exits: int, settings: D
 def figures(
     target: Target, heads: dict[int, Any], texts: list[GeneratedText], batch_size: int = 6
 ) -> dict[int, ExitFigures]:
-    found = evaluate(HEAD_KINDS["exit"], target, heads, texts, batch_size)
-    return {exit_layer: of_exit for exit_layer, (of_exit,) in found.items()}
+    return evaluate(target, heads, texts, batch_size)
 
 
 def weights(run: Run, exit_layer: int) -> list[Tensor]:

@@ -11,10 +11,10 @@ from decoding.target import DraftVocabulary, Target
 from decoding.target.heads import new_exit_head
 from tests.support.tiny import tiny_llama, tiny_target
 from tuner.config import DistillSettings
-from tuner.heads import kinds
-from tuner.heads.kinds import HEAD_KINDS, choose_vocabulary, draft_vocabulary_size
+from tuner.heads import vocabulary as vocabularies
 from tuner.heads.texts import GeneratedText, TextPlan, generate_batch
 from tuner.heads.training import Run, Student, evaluate, least_loss, of_vocabulary, soft_label_loss, train
+from tuner.heads.vocabulary import choose_vocabulary, draft_vocabulary_size
 
 TEXTS = [GeneratedText((5, 5, 9), (9, 9, 7, 2)), GeneratedText((5,), (9, 11, 2))]
 
@@ -45,7 +45,7 @@ def test_small_vocabularies_stay_whole_and_large_ones_are_quartered(monkeypatch:
     assert rows is not None
     assert draft_vocabulary_size(target, settings()) is None
     assert draft_vocabulary_size(target, settings(rows)) is None, "all tokens"
-    monkeypatch.setattr(kinds, "LARGE", rows)
+    monkeypatch.setattr(vocabularies, "LARGE", rows)
     assert draft_vocabulary_size(target, settings()) == rows // 4
 
 
@@ -74,8 +74,8 @@ def test_head_learns_on_its_own_tokens() -> None:
     texts = [text for number, batch in enumerate(plan.batches) for text in generate_batch(target, batch, plan, number)]
     vocabulary = choose_vocabulary(target, texts, settings(24))
     run = Run({2: Student(new_exit_head(target, vocabulary))})
-    before = evaluate(HEAD_KINDS["exit"], target, {2: new_exit_head(target, vocabulary)}, texts, 6)[2][0]
+    before = evaluate(target, {2: new_exit_head(target, vocabulary)}, texts, 6)[2]
     train(run, target, texts, settings(24), seed=0)
-    after = evaluate(HEAD_KINDS["exit"], target, {2: run.students[2].stored_head()}, texts, 6)[2][0]
+    after = evaluate(target, {2: run.students[2].stored_head()}, texts, 6)[2]
     assert run.losses[-1][2] < run.losses[0][2]
     assert after.agreement > before.agreement + 0.02

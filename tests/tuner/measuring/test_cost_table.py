@@ -23,7 +23,7 @@ from decoding.target.parts import ModelPart
 from decoding.timing.round_costs import LEAST_COST
 from studies.contract import TrialRecord
 from studies.costs.table import CostTable
-from studies.costs.terms import DraftStep, Pass, Verification, join_share
+from studies.costs.terms import DraftStep, Pass, Verification
 from tests.support.costs import assert_monotone
 from tests.support.families import NUM_LAYERS, target_of
 from tests.support.shared_passes import watch_shared_passes
@@ -100,7 +100,6 @@ def measure(timer: Callable[[Pass], float] = known_seconds, **settings: Any) -> 
 def test_known_costs_are_found_again() -> None:
     table = measure(max_tokens=8)
     assert table.widths == (1, 2, 3, 4, 5, 6, 7, 8, 9)
-    assert table.join_share == join_share(tiny_target()) > 0
     assert table.error.worst < 1e-6
     draft = LayerSkip(skip_attention=(2, 4), skip_mlp=(3,))
     costs = table.round_costs(draft, 8, context=20, prefix_reuse=True)
