@@ -160,7 +160,6 @@ WRONG_DRAFTS: list[tuple[dict[str, Any], str]] = [
     ({"exit_layer": 8, "head": "a\nh.safetensors", "head_sha256": HASH}, "draft.head: must be one line"),
     ({"exit_layer": 8, "head": "h.safetensors", "head_sha256": "a"}, "draft.head_sha256: string should match pattern"),
     ({"exit_layer": 3, "lookup": {"min_ngram": 4}}, "draft.lookup: min_ngram must be at most"),
-    ({"kind": "feature_head", "head": "h.safetensors"}, "unknown value 'feature_head'"),
     ({"kind": "prompt_lookup", "max_ngram": 2, "min_ngram": 3}, "min_ngram must be at most max_ngram, got 3 and 2"),
     ({"kind": "prompt_lookup", "min_ngram": 0}, "draft.min_ngram: input should be greater than or equal to 1"),
     ({"kind": "prompt_lookup", "max_ngram": 33}, "draft.max_ngram: input should be less than or equal to 32"),
