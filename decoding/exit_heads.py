@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
@@ -37,7 +37,9 @@ class ExitFigures(Document):
 
 
 class HeadTraining(Document):
-    """Training of a head, and its effect."""
+    """Training of a head, and its effect: for readers, so what another version has recorded beside these facts is left out."""
+
+    model_config = ConfigDict(extra="ignore")
 
     model: str
     dataset: str

@@ -176,6 +176,15 @@ def test_head_of_another_model_or_exit_is_refused(target: Target, path: Path) ->
         load_exit_head(path, target, 3)
 
 
+def test_head_of_a_version_that_recorded_more_of_its_training_is_read(target: Target, path: Path) -> None:
+    facts = facts_of(target).model_copy(update={"training": training()})
+    stored = facts.model_dump(mode="json", by_alias=True)
+    stored["training"]["after_by_step"] = []
+    save_file(load_file(path), path, metadata={METADATA_KEY: json.dumps(stored)})
+    assert read_facts(path) == facts
+    load_exit_head(path, target, 2)
+
+
 def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
