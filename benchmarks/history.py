@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 from itertools import product
 from pathlib import Path
+from random import Random
 
 from benchmarks.results import show, write
 from benchmarks.task import Printed, facts_of, read_config, search_arguments
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import Fixed
 from decoding.drafts import LayerSkip, SuffixDraft, SuffixLookup
-from studies.ratios import Ratio
+from studies.ratios import Work, speed_ratio
 from tuner.inputs.models import eos_token_ids
 from tuner.measuring.contender import PLAIN
 from tuner.measuring.paired import OwnDecoding
@@ -34,10 +35,26 @@ TEMPLATES = (
     'Write a JSON object with the keys "name", "day", "status" and "notes" for the visit of {name} on {day}.',
 )
 NAMES, DAYS, FIELDS = (
-    ("Ms Hill", "Mr Osei", "Dr Lind", "Ms Rao"),
-    ("Monday", "Thursday"),
-    ("price", "city", "weight", "date"),
+    ("Ms Hill", "Mr Osei", "Dr Lind", "Ms Rao", "Mr Vega", "Dr Novak", "Ms Okafor", "Mr Sato"),
+    ("Monday", "Thursday", "Friday"),
+    (
+        "price",
+        "city",
+        "weight",
+        "date",
+        "colour",
+        "status",
+        "height",
+        "country",
+        "amount",
+        "email",
+        "quantity",
+        "rating",
+    ),
 )
+FEW = 18
+"""Requests that have few earlier answers to copy from."""
+PARTS = {"all": slice(None), "the first": slice(FEW), "later ones": slice(FEW, None)}
 
 
 def main() -> None:
@@ -50,9 +67,15 @@ def main() -> None:
     args = parser.parse_args()
     folder = (args.json or Path("history.json")).parent
     folder.mkdir(parents=True, exist_ok=True)
-    args.dataset = args.dataset or str(templated(folder / "templated.jsonl"))
+    held_out = FEW
+    if args.dataset is None:
+        requests = templated()
+        args.dataset, held_out = str(folder / "templated.jsonl"), len(requests) - 2
+        Path(args.dataset).write_text(
+            "".join(json.dumps({"prompt": each}) + "\n" for each in requests), encoding="utf-8"
+        )
     task = prepare(
-        read_config(args, temperature=0.0, tuning_prompts=2, prompts_per_trial=2, held_out_prompts=18), Printed()
+        read_config(args, temperature=0.0, tuning_prompts=2, prompts_per_trial=2, held_out_prompts=held_out), Printed()
     )
     target, most = task.target, args.max_tokens
     bench = open_bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", Printed())
@@ -67,7 +90,12 @@ def main() -> None:
     turns.prepare([bench.batch(index) for index in bench.indices], bench.max_new_tokens)
     turns.warm_up([bench.batch(0)])
     measured = bench.compete(turns, bench.indices)
-    adds = Ratio.of_speeds(measured[WITHOUT].draft_decode, measured[WITH].draft_decode).interval()
+    without, with_history = measured[WITHOUT].draft_decode, measured[WITH].draft_decode
+    adds = {
+        name: f"{speed_ratio(_part(without, part), _part(with_history, part))}"
+        for name, part in PARTS.items()
+        if len(without.tokens[part]) > 1
+    }
     rows = [
         {
             "draft": f"{draft.describe()}, {name}",
@@ -77,18 +105,23 @@ def main() -> None:
         }
         for name, each in measured.items()
     ]
-    show(f"{len(bench.indices)} requests; a history makes it {adds} times as fast", rows)
+    speeds = ", ".join(f"{name} {value}" for name, value in adds.items())
+    show(f"{len(bench.indices)} requests; a history makes it so many times as fast: {speeds}", rows)
     samples = {name: each.model_dump(mode="json") for name, each in measured.items()}
-    write(args.json, {**facts_of(task), "history_adds": f"{adds}", "rows": rows, "samples": samples}, rows)
+    write(args.json, {**facts_of(task), "history_adds": adds, "rows": rows, "samples": samples}, rows)
 
 
-def templated(path: Path) -> Path:
-    """Write requests from the templates, those of different templates in turns, and return their file."""
+def _part(work: Work, part: slice) -> Work:
+    return Work(work.seconds[part], work.tokens[part])
+
+
+def templated() -> list[str]:
+    """Return requests from the templates, in an order that is always the same."""
     letters = [(template, {"name": name, "day": day}) for name, day in product(NAMES, DAYS) for template in (0, 2)]
     code = [(1, {"field": field}) for field in FIELDS]
-    prompts = [TEMPLATES[template].format(**values) for template, values in letters + code]
-    path.write_text("".join(json.dumps({"prompt": each}) + "\n" for each in prompts), encoding="utf-8")
-    return path
+    requests = [TEMPLATES[template].format(**values) for template, values in letters + code]
+    Random(0).shuffle(requests)
+    return requests
 
 
 if __name__ == "__main__":
