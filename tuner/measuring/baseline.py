@@ -44,7 +44,8 @@ class Baseline:
     prompts: tuple[tuple[int, ...], ...]
     """Token ids of each prompt."""
     continuations: tuple[tuple[int, ...], ...]
-    """Token ids that plain greedy decoding writes after each prompt, up to `ending`."""
+    """Token ids that plain greedy decoding writes after each prompt, up to `ending`. Empty if they are not known: candidates are
+    then compared with the plain decoding that is timed beside them."""
     rows: tuple[int, ...]
     """Index of each prompt among the prompts given."""
     ending: Ending
@@ -77,7 +78,7 @@ class Baseline:
         return replace(
             self,
             prompts=tuple(self.prompts[index] for index in order),
-            continuations=tuple(self.continuations[index] for index in order),
+            continuations=tuple(self.continuations[index] for index in order) if self.continuations else (),
             rows=tuple(self.rows[index] for index in order),
             categories=tuple(self.categories[index] for index in order) if self.categories else (),
         )
@@ -91,22 +92,25 @@ def decode_baseline(
     batch_size: int = 1,
     categories: Sequence[str | None] = (),
     most_known_bytes: int = 0,
+    whole: bool = True,
     on_progress: Callable[[], None] = lambda: None,
 ) -> Baseline:
     """Decode the prompts plainly and greedily, and keep the ones with continuations long enough to measure.
 
     `categories` are those of the prompts, if they have any. What the target knows of the first prompts stays in memory, up to about
-    `most_known_bytes`. `on_progress` is called after each prompt. Raises DatasetError if fewer than two batches remain.
+    `most_known_bytes`. Without `whole` continuations are decoded as far as tells that they are long enough, and not kept.
+    `on_progress` is called after each prompt. Raises DatasetError if fewer than two batches remain.
     """
     plain, lengths = plain_decoder(target), [len(prompt) for prompt in prompts]
     if lengths:  # memory for the longest prompt comes first
         plain.prepare(min(lengths), max(lengths) + ending.max_new_tokens)
+    needed = ending if whole else replace(ending, max_new_tokens=min(ending.max_new_tokens, FEWEST_DECODED + 1))
     kept: list[tuple[int, tuple[int, ...]]] = []
     known: dict[tuple[int, ...], KnownPrompt] = {}
     known_bytes = 0
     for row, prompt in enumerate(prompts):
         own = KnownPrompt() if known_bytes < most_known_bytes else None
-        generation = plain.generate(Request(prompt, ending, known=own))
+        generation = plain.generate(Request(prompt, needed, known=own))
         on_progress()
         if generation.num_decoded < FEWEST_DECODED:
             continue
@@ -118,7 +122,7 @@ def decode_baseline(
     used = kept[: len(kept) - num_left_over]
     baseline = Baseline(
         prompts=tuple(tuple(prompts[row]) for row, _ in used),
-        continuations=tuple(continuation for _, continuation in used),
+        continuations=tuple(continuation for _, continuation in used) if whole else (),
         rows=tuple(row for row, _ in used),
         ending=ending,
         batch_size=batch_size,

@@ -163,8 +163,9 @@ class OwnDecoding:
 class Bench(PairedBench):
     """A target, prompts with their plain continuations, and a clock.
 
-    Every sequence of a candidate is compared with its plain continuation token by token. When sampling, it is decoded greedily
-    once more for the comparison, outside the measured time: two sampled sequences cannot be compared.
+    Every sequence of a candidate is compared with its plain continuation token by token: the baseline's, or, where that has none,
+    the one that was timed beside it. When sampling, it is decoded greedily once more for the comparison, outside the measured
+    time, and the baseline must have continuations: two sampled sequences cannot be compared.
     """
 
     def __init__(
@@ -184,6 +185,8 @@ class Bench(PairedBench):
         When sampling, `top_p` is the share of the probability that is sampled from, as in `generate`. The decoders of the
         `most_kept` drafts measured last are kept, so that what a runner has prepared for them is not prepared again.
         """
+        if decoding.temperature > 0 and not baseline.continuations:
+            raise ValueError("sampled sequences are compared by the baseline's continuations, and it has none")
         super().__init__(baseline, self._compare)
         self.target = target
         self.decoding = decoding
@@ -342,7 +345,8 @@ class Bench(PairedBench):
             )
 
     def _compare(self, name: str, row: int, texts: Texts) -> Comparison:
-        return compare(self.target, self.prompts[row], self.continuations[row], texts[name])
+        plain = self.continuations[row] if self.continuations else texts[PLAIN]
+        return compare(self.target, self.prompts[row], plain, texts[name])
 
     def _greedy_requests(self, index: int) -> list[Request]:
         known = self.baseline.known

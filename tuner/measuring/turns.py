@@ -129,7 +129,7 @@ class PairedBench:
 
     @property
     def continuations(self) -> tuple[tuple[int, ...], ...]:
-        """Token ids of the plain greedy continuations."""
+        """Token ids of the plain greedy continuations; empty if they are not known."""
         return self.baseline.continuations
 
     def batch(self, index: int) -> Prompts:

@@ -49,6 +49,8 @@ class Seconds:
     first: float = 0.0
     again: float = 0.0
     """Without what need not be computed again, of prompts that were read before."""
+    beginning: float = 0.0
+    """Of what is decoded of a held-out sample before it is measured."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class End:
     def _parts(self, plain: Seconds) -> dict[str, float]:
         """Return the seconds that go with each size."""
         race = WARMED * plain.again * (1 + self.finalists) * self.raced if self.finalists else 0.0
-        held_out = self.held_out * (plain.first + self.paired * plain.again * self.confirmed)
+        held_out = self.held_out * (plain.beginning + self.paired * plain.again * self.confirmed)
         stock = STOCK * plain.first * self.stock
         return {"raced": race / 2, "finalists": race / 2, "held_out": held_out, "stock": stock}
 

@@ -32,7 +32,7 @@ from decoding.profile import (
     SearchCost,
     StockFigures,
 )
-from studies.contract import TrialRecord, best_trials
+from studies.contract import Candidate, TrialRecord, best_trials
 from studies.measurement import Measurement
 from tuner.config import SearchConfig
 from tuner.errors import SearchError, without_password
@@ -54,7 +54,8 @@ from tuner.tracking import DatasetInput, Tracker
 from tuner.trial_columns import measured_metrics
 
 NUM_TEXTS = 3
-"""Held-out prompts on the page of texts. The winner continues those once more whose text differs from plain decoding's."""
+"""Held-out prompts on the page of texts. They are continued plainly once more, and by the winner those where its text differed."""
+PLAIN = Candidate(draft=PlainDecoding(), draft_length=Fixed())
 MOST_PROMPT = 4000
 """Characters of a prompt that a reader sees, from its end."""
 
@@ -197,10 +198,12 @@ def written_texts(task: Task, winner: MeasuredCandidate, held_out: Bench) -> tup
     known = {sample.prompt for sample in winner.measurement.samples if sample.identical}
     for index in held_out.indices[: -(-NUM_TEXTS // held_out.batch_size)]:
         rows = held_out.baseline.members(index)
-        plain_texts = [held_out.continuations[row] for row in rows]
+        plain_texts = (
+            [held_out.continuations[row] for row in rows] if held_out.continuations else held_out.write(PLAIN, index)
+        )
         drafted = plain_texts if index in known else held_out.write(winner.candidate, index)
-        for row, tokens in zip(rows, drafted, strict=True):
-            prompt, plain = held_out.prompts[row], held_out.continuations[row]
+        for row, plain, tokens in zip(rows, plain_texts, drafted, strict=True):
+            prompt = held_out.prompts[row]
             comparison = compare(task.target, prompt, plain, tokens)
             pairs.append(
                 TextPair(

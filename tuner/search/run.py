@@ -19,7 +19,7 @@ from studies.contract import Candidate, TrialRecord, TrialState, best_trials
 from tuner.config import SearchConfig
 from tuner.errors import SearchError, TrackingError, without_password
 from tuner.inputs.memory import explained_shortage
-from tuner.measuring.baseline import measure_pulse, most_known_bytes
+from tuner.measuring.baseline import FEWEST_DECODED, measure_pulse, most_known_bytes
 from tuner.measuring.machine import wait_until_quiet
 from tuner.measuring.paired import Bench
 from tuner.measuring.turns import Measuring
@@ -240,7 +240,9 @@ def plan(task: Task) -> float | None:
 
 def _seconds(task: Task, first: float, reading: float) -> Seconds:
     """Return the seconds of a sample whose prompts take `reading` seconds to read, which an engine does each time."""
-    return Seconds(first, first if task.deployment is not None else first - reading)
+    share = 1.0 if task.needs_continuations else min(1.0, FEWEST_DECODED / task.config.max_new_tokens)
+    again = first if task.deployment is not None else first - reading
+    return Seconds(first, again, beginning=reading + share * (first - reading))
 
 
 def _first(prompts: Sequence, count: int, wanted: int, config: SearchConfig) -> Sequence:
@@ -304,7 +306,7 @@ def _confirmed(
     end = end.fitted(budget.plain, budget.left)
     with budget.clock.stage(Stage.PLAIN):
         prompts = _first(task.prompts.held_out, end.held_out, wanted, config)
-        held_out = open_bench(task, prompts, "decoding the held-out prompts plainly", progress)
+        held_out = open_bench(task, prompts, "reading the held-out prompts", progress, whole=False)
     bench = held_out if engine is None else engine.bench(held_out)
     num_earlier = len(confirmations.of(chosen[0].candidate).samples)
     with budget.clock.stage(Stage.CONFIRMATION):

@@ -82,6 +82,14 @@ class Task:
             history=self.config.history,
         )
 
+    @property
+    def needs_continuations(self) -> bool:
+        """True if candidates are compared with plain continuations of each prompt alone, and not with those timed beside them.
+
+        Two sampled sequences cannot be compared, and a batch may round otherwise than a sequence by itself.
+        """
+        return self.config.temperature > 0 or self.config.batch_size > 1
+
 
 RESULT = "writing a result"
 
@@ -287,8 +295,10 @@ def _wanted_heads(config: SearchConfig, target: Target) -> tuple[int, ...]:
     return tuple(sorted(wanted))
 
 
-def open_bench(task: Task, prompts: Sequence[Prompt], stage: str, progress: Progress) -> Bench:
+def open_bench(task: Task, prompts: Sequence[Prompt], stage: str, progress: Progress, *, whole: bool = True) -> Bench:
     """Decode these prompts plainly and give the bench to measure on; `stage` says which they are.
+
+    Without `whole` only as far as tells that their continuations are long enough, if the task does not need them.
 
     What the model knows of them is kept, so that candidates need not read them again. On a GPU, which reads a prompt in the time of
     a few tokens, they do.
@@ -301,6 +311,7 @@ def open_bench(task: Task, prompts: Sequence[Prompt], stage: str, progress: Prog
         batch_size=task.config.batch_size,
         categories=[prompt.category for prompt in prompts],
         most_known_bytes=most_known_bytes(task.target.device.type, task.target.weight_bytes),
+        whole=whole or task.needs_continuations,
         on_progress=progress.advance,
     )
     if baseline.num_too_short:

@@ -40,8 +40,9 @@ from tests.support.heads import write_heads
 from tests.support.records import candidate
 from tests.support.tiny import tiny_target
 from tuner.errors import DatasetError
-from tuner.measuring.baseline import Baseline, decode_baseline
-from tuner.measuring.paired import LEAST_SECONDS_TO_REFUSE, Bench, FarTooSlowError
+from tuner.measuring.baseline import FEWEST_DECODED, Baseline, decode_baseline
+from tuner.measuring.contender import PLAIN
+from tuner.measuring.paired import LEAST_SECONDS_TO_REFUSE, Bench, FarTooSlowError, OwnDecoding
 from tuner.measuring.turns import WARM_UP_TOKENS
 
 PROMPTS = [tuple((seed * 11 + index * 5) % 60 + 2 for index in range(6 + seed)) for seed in range(5)]
@@ -386,6 +387,39 @@ def test_one_wrong_text_of_a_batch_is_enough(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("tuner.measuring.paired.compare", lambda *_: Comparison(identical=False, tie=True))
     measured = bench.measure(CANDIDATES[0], bench.indices)
     assert (measured.is_lossless, measured.num_identical, measured.num_ties) == (True, 0, 4)
+
+
+def test_without_known_continuations_texts_are_compared_with_plain_decoding_of_the_same_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known, written, generate = _bench().baseline, list[int](), Decoder.generate
+    eos = frozenset({known.continuations[0][3]})
+
+    def watched(decoder: Decoder, request: Request) -> Any:
+        generation = generate(decoder, request)
+        written.append(generation.num_decoded)
+        return generation
+
+    monkeypatch.setattr(Decoder, "generate", watched)
+    baseline = decode_baseline(_target(), PROMPTS, Ending(10), whole=False)
+    assert (baseline.prompts, baseline.continuations) == (known.prompts, ())
+    assert written == [FEWEST_DECODED] * 5, "as far as tells that they are long enough"
+    ending = decode_baseline(_target(), PROMPTS, Ending(20, eos), whole=False)
+    assert 0 < ending.num_too_short == _bench(max_new_tokens=20, eos_token_ids=eos).baseline.num_too_short
+
+    bench = Bench(_target(), baseline)
+    assert bench.measure(CANDIDATES[0], range(5)).num_identical == 5
+    decode = OwnDecoding.decode
+
+    def spoilt(self: OwnDecoding, *args: Any) -> Any:
+        found = decode(self, *args)
+        texts = tuple((*text[:-1], 63) for text in found.texts)
+        return found if self.name == PLAIN else dataclasses.replace(found, texts=texts)
+
+    monkeypatch.setattr(OwnDecoding, "decode", spoilt)
+    assert bench.measure(CANDIDATES[0], range(5)).num_identical == 0
+    with pytest.raises(ValueError, match="sampled sequences are compared by the baseline's continuations"):
+        Bench(_target(), baseline, decoding=Decoding(temperature=1.0))
 
 
 def test_too_few_prompts_for_two_batches_are_refused_in_one_line() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tuner.search.budget import LEAST_HELD_OUT, End, Seconds
 
-PLAIN = Seconds(first=4.0, again=2.0)
+PLAIN = Seconds(first=4.0, again=2.0, beginning=4.0)
 END = End(finalists=4, raced=8, confirmed=1, held_out=28, stock=6, beside=6.0)
 
 

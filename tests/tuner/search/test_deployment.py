@@ -81,7 +81,7 @@ def test_time_that_was_kept_for_the_heat_is_not_kept_after_it(
 ) -> None:
     """Half of the time is expected for the heat, which takes it: enough is left to confirm on all prompts."""
     monkeypatch.setattr("tuner.search.run.heat_seconds", lambda program, pair_seconds: 300.0)
-    monkeypatch.setattr("tuner.search.run._seconds", lambda *_: Seconds(4.0, 4.0))
+    monkeypatch.setattr("tuner.search.run._seconds", lambda *_: Seconds(4.0, 4.0, 4.0))
     genuine = EngineArena.shortlist
 
     def heated(arena: EngineArena, *given: Any) -> Any:

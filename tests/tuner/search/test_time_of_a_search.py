@@ -125,10 +125,10 @@ def test_bench_and_export_of_a_search_that_was_cut_use_prompts_that_it_never_saw
     seen: list[Prompt] = []
     open_bench = run.open_bench
 
-    def watched(task: Task, prompts: Sequence[Prompt], *rest: Any) -> Bench:
+    def watched(task: Task, prompts: Sequence[Prompt], *rest: Any, **options: Any) -> Bench:
         if not seen:
             seen.extend(prompts)
-        return open_bench(task, prompts, *rest)
+        return open_bench(task, prompts, *rest, **options)
 
     monkeypatch.setattr(run, "open_bench", watched)
     result, _, _ = run_timed(60, group_column="file")
