@@ -25,7 +25,7 @@ from benchmarks.random_candidates import kind_of, random_candidates
 from benchmarks.results import show, write
 from benchmarks.task import Printed, facts_of, head_drafts, read_config, search_arguments
 from decoding.draft_length import BetaThompson, Fixed, RoundCosts
-from decoding.drafts import LayerSkip, PlainDecoding
+from decoding.drafts import LayerSkip
 from decoding.profile import Interval
 from studies.contract import Candidate, TrialRecord, TrialState
 from studies.measurement import Measurement, PromptSample
@@ -59,7 +59,7 @@ class Family(NamedTuple):
 
 def families(copies: int) -> dict[str, Family]:
     """Return the families; those of equal candidates have `copies`, so that the best of many is chosen, as in a search."""
-    plain = Candidate(draft=PlainDecoding(), draft_length=Fixed())
+    plain = Candidate.plain()
     disguised = [Candidate(draft=LayerSkip(), draft_length=Fixed(max_tokens=1 + n)) for n in range(copies)]
     # Another seed makes another candidate, but nothing is drawn: a rule that never drafts is the same for all seeds.
     rules = [BetaThompson(max_tokens=1, seed=seed, costs=PROHIBITIVE) for seed in range(copies)]

@@ -26,8 +26,6 @@ from benchmarks.searches.rivals import RIVALS
 from benchmarks.searches.trials import Limits, run_search
 from benchmarks.steps import run_step
 from benchmarks.task import Printed, arguments, facts_of, head_drafts, read_config, search_arguments
-from decoding.draft_length import Fixed
-from decoding.drafts import PlainDecoding
 from decoding.exit_heads import prompt_sha256
 from studies.contract import Candidate
 from studies.measurement import Measurement
@@ -39,7 +37,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "ada_edl": {"study": ("exit_layer", "draft_length"), "studies": {"draft_length": {"rules": ["ada_edl"]}}}
 }
 """Methods made of several studies, as settings of a search."""
-PLAIN = Candidate(draft=PlainDecoding(), draft_length=Fixed())
 
 
 def main() -> None:
@@ -135,7 +132,7 @@ def search_step() -> None:
     config = read_config(args, distill="auto", stock=False, experiment="suite", **places, **own)
     config = config.model_copy(update={"out": folder / "profile.yaml"})
     task = prepare(config, progress)
-    candidate: Candidate = PLAIN
+    candidate: Candidate = Candidate.plain()
     if args.method in RIVALS:
         bench = open_bench(task, task.prompts.tuning, "decoding the tuning prompts plainly", progress)
         limits = Limits(seconds=config.timeout, trials=config.trials)

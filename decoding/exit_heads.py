@@ -37,7 +37,7 @@ class ExitFigures(Document):
 
 
 class HeadTraining(Document):
-    """Training of a head, and its effect: for readers, so what another version has recorded beside these facts is left out."""
+    """Training of a head, and its effect. It is information for readers: keys that another version has recorded are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 

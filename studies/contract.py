@@ -12,8 +12,8 @@ from pydantic import Field
 
 from decoding.cache.known_prompt import KnownPrompt
 from decoding.documents.strict_yaml import Document
-from decoding.draft_length import AnyRule, DraftLengthRule
-from decoding.drafts import BitWidth, Draft, DraftDocument, EarlyExit
+from decoding.draft_length import AnyRule, DraftLengthRule, Fixed
+from decoding.drafts import BitWidth, Draft, DraftDocument, EarlyExit, PlainDecoding
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import Target
@@ -34,6 +34,11 @@ class Candidate(Document):
 
     draft: Draft
     draft_length: AnyRule
+
+    @classmethod
+    def plain(cls) -> Candidate:
+        """Return plain decoding as a candidate."""
+        return cls(draft=PlainDecoding(), draft_length=Fixed())
 
     @property
     def key(self) -> str:

@@ -211,7 +211,7 @@ class GuidedSearch:
         if choice is None:
             return "all candidates are measured"
         if self._num_trials >= FEWEST_TRIALS and choice.within_reach < (best := self._expected_of_best()):
-            return f"no candidate left is likely to beat the best, expected to have {best:.2f}x on all surveyed texts"
+            return f"no candidate left is likely to beat the best one, which is expected to reach {best:.2f}x on all surveyed texts"
         return None
 
     def _expected_of_best(self) -> float:

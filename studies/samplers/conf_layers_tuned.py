@@ -18,8 +18,7 @@ import optuna
 from optuna.trial import BaseTrial
 from pydantic import Field
 
-from decoding.draft_length import Fixed
-from decoding.drafts import PlainDecoding, compact_indices
+from decoding.drafts import compact_indices
 from decoding.target import Target
 from studies.confidence.confidences import CONFIDENCE_NAMES, ConfidenceName, Excerpt, joint_scores
 from studies.confidence.selection import Form
@@ -116,7 +115,7 @@ class TunedSpace:
             "skipped": compact_indices(selection.skipped),
         }
         if not selection.skipped:
-            return Candidate(draft=PlainDecoding(), draft_length=Fixed())
+            return Candidate.plain()
         return Candidate(draft=skipping(selection.skipped, settings.tree), draft_length=rule)
 
 

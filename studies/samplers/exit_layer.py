@@ -13,8 +13,8 @@ from typing import Any, Literal
 import optuna
 from pydantic import Field
 
-from decoding.draft_length import RULES, Fixed
-from decoding.drafts import Draft, EarlyExit, Layers, PlainDecoding
+from decoding.draft_length import RULES
+from decoding.drafts import Draft, EarlyExit, Layers
 from decoding.target import Target
 from studies.contract import Candidate, Problem, StudySettings
 from studies.prediction.predictor import Predictor
@@ -147,8 +147,7 @@ class ExitLayer(TpeOfRules):
         ]
         others = [candidates[0].with_rule(rule) for rule in defaults if rule.rule != "fixed"] if candidates else []
         count = self.settings.num_promising
-        plain = Candidate(draft=PlainDecoding(), draft_length=Fixed())
-        ordered = [*candidates[:1], plain, *candidates[1:count], *others, *candidates[count:]]
+        ordered = [*candidates[:1], Candidate.plain(), *candidates[1:count], *others, *candidates[count:]]
         return [self.space.parameters(candidate) for candidate in ordered]
 
 

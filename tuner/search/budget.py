@@ -50,7 +50,7 @@ class Seconds:
     again: float = 0.0
     """Without what need not be computed again, of prompts that were read before."""
     beginning: float = 0.0
-    """Of what is decoded of a held-out sample before it is measured."""
+    """Of reading a held-out sample, and of what is decoded of it before it is measured."""
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,7 @@ from tuner.tracking import DatasetInput, Tracker
 from tuner.trial_columns import measured_metrics
 
 NUM_TEXTS = 3
-"""Held-out prompts on the page of texts. They are continued plainly once more, and by the winner those where its text differed."""
-PLAIN = Candidate(draft=PlainDecoding(), draft_length=Fixed())
+"""Held-out prompts on the page of texts. They are decoded once more: plainly, and by the winner where its text was another."""
 MOST_PROMPT = 4000
 """Characters of a prompt that a reader sees, from its end."""
 
@@ -199,7 +198,9 @@ def written_texts(task: Task, winner: MeasuredCandidate, held_out: Bench) -> tup
     for index in held_out.indices[: -(-NUM_TEXTS // held_out.batch_size)]:
         rows = held_out.baseline.members(index)
         plain_texts = (
-            [held_out.continuations[row] for row in rows] if held_out.continuations else held_out.write(PLAIN, index)
+            [held_out.continuations[row] for row in rows]
+            if held_out.continuations
+            else held_out.write(Candidate.plain(), index)
         )
         drafted = plain_texts if index in known else held_out.write(winner.candidate, index)
         for row, plain, tokens in zip(rows, plain_texts, drafted, strict=True):

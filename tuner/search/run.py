@@ -12,8 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from decoding.draft_length import Fixed
-from decoding.drafts import PlainDecoding
 from decoding.profile import SearchCost
 from studies.contract import Candidate, TrialRecord, TrialState, best_trials
 from tuner.config import SearchConfig
@@ -239,7 +237,7 @@ def plan(task: Task) -> float | None:
 
 
 def _seconds(task: Task, first: float, reading: float) -> Seconds:
-    """Return the seconds of a sample whose prompts take `reading` seconds to read, which an engine does each time."""
+    """Return the seconds of a sample that takes `first`, `reading` of them for its prompts, which an engine reads each time."""
     share = 1.0 if task.needs_continuations else min(1.0, FEWEST_DECODED / task.config.max_new_tokens)
     again = first if task.deployment is not None else first - reading
     return Seconds(first, again, beginning=reading + share * (first - reading))
@@ -263,8 +261,7 @@ def _race(
         and all(each.state is not TrialState.FAIL for each in records)
     ):
         budget.cuts.append(f"no trial was finished in time{late}")
-        plain = Candidate(draft=PlainDecoding(), draft_length=Fixed())
-        return [MeasuredCandidate(trial="plain/0", origin="plain", candidate=plain)]
+        return [MeasuredCandidate(trial="plain/0", origin="plain", candidate=Candidate.plain())]
     end = budget.fitted()
     after = replace(end, finalists=0, heat=0.0).seconds(budget.plain)
     may_go_on = budget.pace(keep=after)
