@@ -24,7 +24,8 @@ from decoding.target.anatomy import refusing
 from decoding.target.soundness import check_skips, find_resume_difference, some_tokens
 from decoding.text import Ending, Request
 
-GENERATED_TOKENS = 24
+GENERATED_TOKENS, FEW_TOKENS = 24, 8
+"""Tokens that are decoded plainly and speculatively; the second number where a search is about to check its drafts."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class Capabilities:
 def probe(model: PreTrainedModel, *, every_part: bool = True) -> Capabilities:
     """Probe `model` with a few tokens of its vocabulary, run whole and in part.
 
-    An unsuitable model is reported in `Capabilities.refusal`, not raised. Without `every_part` only as many blocks are left out
-    as it takes to find a draft, and no sublayers: a draft is checked again before it is used.
+    An unsuitable model is reported in `Capabilities.refusal`, not raised. Without `every_part` every other block is left out, in
+    one pass, if the model runs so, and a few tokens are decoded: a draft is checked again before it is used.
     """
     known = {
         "architecture": type(model).__name__,
@@ -69,10 +70,10 @@ def probe(model: PreTrainedModel, *, every_part: bool = True) -> Capabilities:
     except UnsupportedModelError as refusal:
         return Capabilities(**known, refusal=str(refusal))
     layers = range(target.num_layers)
-    parts = layers if every_part else ()
-    blocks = () if every_part else tuple(i for i in layers[1::2] if _can_skip(target, [i], [i]))
-    blocks = blocks or tuple(i for i in layers if _can_skip(target, [i], [i]))
-    boundaries = {1, target.num_layers // 2} & {*range(1, target.num_layers)}
+    parts, others = layers if every_part else (), layers[1::2]
+    at_once = not every_part and bool(others) and _can_skip(target, others, others)
+    blocks = tuple(others) if at_once else tuple(i for i in layers if _can_skip(target, [i], [i]))
+    boundaries = {*([1] if every_part else []), target.num_layers // 2} & {*layers[1:]}
     found = Capabilities(
         **known,
         num_layers=target.num_layers,
@@ -81,7 +82,7 @@ def probe(model: PreTrainedModel, *, every_part: bool = True) -> Capabilities:
         skippable_mlp=tuple(i for i in parts if _can_skip(target, [], [i])),
         prefix_reuse=bool(boundaries) and not any(find_resume_difference(target, each) for each in boundaries),
     )
-    return replace(found, refusal=_find_refusal(target, found))
+    return replace(found, refusal=_find_refusal(target, found, GENERATED_TOKENS if every_part else FEW_TOKENS))
 
 
 def _can_skip(target: Target, attention: Sequence[int], mlp: Sequence[int]) -> bool:
@@ -92,10 +93,10 @@ def _can_skip(target: Target, attention: Sequence[int], mlp: Sequence[int]) -> b
     return True
 
 
-def _find_refusal(target: Target, found: Capabilities) -> str | None:
+def _find_refusal(target: Target, found: Capabilities, num_tokens: int) -> str | None:
     if not found.skippable_blocks:
         return f"no block of {type(target.model).__name__} can be skipped: there is nothing to draft with"
-    request = Request(some_tokens(target)[0].tolist(), Ending(GENERATED_TOKENS))
+    request = Request(some_tokens(target)[0].tolist(), Ending(num_tokens))
     draft = LayerSkip.blocks([index for index in found.skippable_blocks if index % 2])
     decoding = Decoding(prefix_reuse=found.prefix_reuse)
     try:

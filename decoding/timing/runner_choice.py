@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +19,8 @@ from decoding.timing.passes import Prompted, PromptedBatch
 CONTEXT_TOKENS = 64
 WIDTHS = (1, 1, 1, 5)
 """Passes that are timed, about as speculative decoding runs them: a few of one token, then a verification."""
-NUM_SWEEPS = 12
+FEWEST_SWEEPS, MOST_SWEEPS, SECONDS = 3, 12, 4.0
+"""Sweeps of a comparison, at least and at most, and the seconds after which none is added: long passes are hardly disturbed."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,9 @@ def _ratio(plain: Target, rival: Target, num_sequences: int) -> float:
     batches = [(target, _prompted(target, num_sequences)) for target in (plain, rival)]
     for each in batches:
         _seconds(*each)
-    sweeps = [[_seconds(*each) for each in batches] for _ in range(NUM_SWEEPS)]
+    sweeps, began = list[list[float]](), time.perf_counter()
+    while len(sweeps) < FEWEST_SWEEPS or (len(sweeps) < MOST_SWEEPS and time.perf_counter() - began < SECONDS):
+        sweeps.append([_seconds(*each) for each in batches])
     return statistics.median(first / second for first, second in sweeps)
 
 

@@ -53,6 +53,8 @@ BUDGET_SECONDS = 3.0
 FEWEST_SWEEPS, MOST_SWEEPS = 2, 24
 """Limits on the number of sweeps. The first pass of a shape may be slow, so one sweep is too few; passes long enough to spend the
 budget in two sweeps are hardly disturbed."""
+LONG_PASS = 0.1
+"""Seconds of a plain pass from which one sweep is enough."""
 GOOD_ERROR = 0.04
 """Median error on held-out passes above which the machine counts as disturbed and is measured for longer."""
 BESIDE_PLAIN = 2
@@ -100,8 +102,8 @@ def measure_cost_table(
     with target.runner.temporary_memory(), own:
         timed = timer or own
         for patience in range(1, PATIENCE + 1):
-            longest, num_sweeps = patience * budget_seconds, 0
-            while num_sweeps < FEWEST_SWEEPS or (time.perf_counter() - start < longest and num_sweeps < MOST_SWEEPS):
+            longest, num_sweeps, fewest = patience * budget_seconds, 0, FEWEST_SWEEPS
+            while num_sweeps < fewest or (time.perf_counter() - start < longest and num_sweeps < MOST_SWEEPS):
                 sweep = between_plain(
                     partial(timed, plain), [partial(timed, each) for each in passes], at_once=BESIDE_PLAIN
                 )
@@ -109,7 +111,8 @@ def measure_cost_table(
                     ratios[each].append(seconds / beside if beside else 1.0)
                     plain_seconds.append(beside)
                 num_sweeps += 1
-            usual = float(np.median(plain_seconds))
+                usual = float(np.median(plain_seconds))
+                fewest = 1 if usual >= LONG_PASS else FEWEST_SWEEPS
             found = {each: usual * float(np.median(ratios[each])) for each in passes}
             table = fit_costs(terms, {each: found[each] for each in fitted}, {each: found[each] for each in held_out})
             if table.error.median <= GOOD_ERROR or time.perf_counter() - start >= most_seconds:

@@ -22,6 +22,8 @@ END_SHARE = 0.5
 """Most of the time left that is set aside for race, held-out prompts and results."""
 PLAIN_SHARE = 0.15
 """Most of the time left that plain decoding of the tuning prompts may take, unless fewer prompts would be too few."""
+TIGHT = 0.5
+"""Most of the time left, before passes are timed and texts surveyed, that a trial and the shortest end of a search may take."""
 WARMED = 1.2
 """Seconds of decoding a sample, over the same without a warm-up."""
 PAIRED = 2 * WARMED
@@ -30,6 +32,8 @@ STOCK = 6.0
 """Seconds of comparing with stock generation, over those of plain decoding: two of our decoders, and two slower ones."""
 WRITING_SECONDS = 6.0
 """Seconds for the profile, pictures, report and tracking at the end of a search, unless opening the stores took longer."""
+FEWEST_TRIED = 3
+"""Samples that a trial has at least."""
 LEAST_LEFT = 0.05
 """Share of `--timeout` that must be left for a search to be resumed: less would not even load the model and race."""
 LEAST_HELD_OUT = 6
@@ -74,8 +78,8 @@ class End:
 
     @property
     def least(self) -> End:
-        """The smallest sizes that give a result."""
-        finalists, raced, held_out = min(2, self.finalists), min(LAP, self.raced), min(LEAST_HELD_OUT, self.held_out)
+        """The smallest sizes that give a result: one finalist, which needs no race."""
+        finalists, raced, held_out = min(1, self.finalists), min(LAP, self.raced), min(LEAST_HELD_OUT, self.held_out)
         return End(finalists, raced, min(1, self.confirmed), held_out, 0, self.beside, self.heat, self.paired)
 
     def seconds(self, plain: Seconds) -> float:
@@ -83,15 +87,18 @@ class End:
         return sum(self._parts(plain).values()) + self.beside + self.heat
 
     def fitted(self, plain: Seconds, seconds: float) -> End:
-        """Return these sizes with an eighth off the costliest part until all fit in `seconds`, or no part is above the `least`."""
-        sizes = self
+        """Return these sizes with an eighth off the costliest part until all fit in `seconds`, or no part is above the `least`.
+
+        A race of two is given up last.
+        """
+        sizes, floor = self, replace(self.least, finalists=min(2, self.finalists))
         while sizes.seconds(plain) > seconds:
             parts = sizes._parts(plain)
-            above = [name for name in parts if getattr(sizes, name) > getattr(self.least, name)]
+            above = [name for name in parts if getattr(sizes, name) > getattr(floor, name)]
             if not above:
-                break
+                return replace(sizes, finalists=self.least.finalists)
             name = max(above, key=lambda each: parts[each])
-            fewer = max(getattr(self.least, name), (getattr(sizes, name) * 7 - 1) // 8)
+            fewer = max(getattr(floor, name), (getattr(sizes, name) * 7 - 1) // 8)
             if name == "stock" and fewer < LEAST_STOCK:  # without it there is room for more of the others
                 return replace(self, stock=0).fitted(plain, seconds)
             sizes = replace(sizes, **{name: fewer})
@@ -99,7 +106,7 @@ class End:
 
     def _parts(self, plain: Seconds) -> dict[str, float]:
         """Return the seconds that go with each size."""
-        race = WARMED * plain.again * (1 + self.finalists) * self.raced if self.finalists else 0.0
+        race = WARMED * plain.again * (1 + self.finalists) * self.raced if self.finalists > 1 else 0.0
         held_out = self.held_out * (plain.beginning + self.paired * plain.again * self.confirmed)
         stock = STOCK * plain.first * self.stock
         return {"raced": race / 2, "finalists": race / 2, "held_out": held_out, "stock": stock}
@@ -138,8 +145,14 @@ class Budget:
         self.end = replace(self.end, raced=max(tuning - self.of_trial, min(tuning, FEWEST_SAMPLES)))
 
     def tuning_samples(self, wanted: int) -> int:
-        """Return how many tuning samples can be decoded plainly in their share of the time, of which the race takes the rest."""
-        least, count = min(wanted, self.of_trial + LAP), wanted
+        """Return how many tuning samples can be decoded plainly in their share of the time, of which the race takes the rest.
+
+        Where time is short, a trial gets fewer of them, and then there is no race.
+        """
+        room = TIGHT * self.left
+        self.fit_trials(room)
+        raced = LAP if self._shortest(self.of_trial) + LAP * self.plain.first <= room else 1  # one may be too short
+        least, count = min(wanted, self.of_trial + raced), wanted
         while count > least and count * self.plain.first > PLAIN_SHARE * self.left:
             count = max(least, (count * 7 - 1) // 8)
         self.cut("tuned", count, wanted, f"tuning {self.unit}")
@@ -158,9 +171,18 @@ class Budget:
 
     @property
     def least_seconds(self) -> float:
-        """Seconds of the shortest search with a result: plain decoding, one trial, race and confirmation."""
-        tuning = min(self.end.raced, LAP) + self.of_trial
-        return tuning * self.plain.first + self.trial_seconds + self.end.least.seconds(self.plain)
+        """Seconds of the shortest search with a result: plain decoding, a trial on the fewest samples, and confirmation."""
+        fewest = min(self.of_trial, FEWEST_TRIED)
+        return fewest * self.plain.first + self._shortest(fewest)
+
+    def fit_trials(self, room: float) -> None:
+        """Let trials have fewer samples, until one fits in `room` seconds beside the shortest end of a search."""
+        while self.of_trial > FEWEST_TRIED and self._shortest(self.of_trial) > room:
+            self.of_trial -= 1
+
+    def _shortest(self, of_trial: int) -> float:
+        """Return the seconds of one trial on so many samples, and of the shortest end."""
+        return PAIRED * self.plain.again * of_trial + self.end.least.seconds(self.plain)
 
     @property
     def trial_seconds(self) -> float:
@@ -247,7 +269,7 @@ class Budget:
 
     def out_of_time(self) -> str:
         """Return where the time went and how to go on, if it is the time that has run out."""
-        if self.timeout is None or self.left > self.timeout / 2:
+        if self.timeout is None or self.left >= self._shortest(self.of_trial):
             return ""
         stages = self.clock.seconds()
         longest = sorted(stages, key=lambda stage: -stages[stage])[:3]

@@ -54,7 +54,7 @@ from tuner.tracking import DatasetInput, Tracker
 from tuner.trial_columns import measured_metrics
 
 NUM_TEXTS = 3
-"""Held-out prompts on the page of texts. They are decoded once more: plainly, and by the winner where its text was another."""
+"""Held-out prompts on the page of texts. They are decoded once more: by the winner, and plainly where its text was another."""
 MOST_PROMPT = 4000
 """Characters of a prompt that a reader sees, from its end."""
 
@@ -197,12 +197,10 @@ def written_texts(task: Task, winner: MeasuredCandidate, held_out: Bench) -> tup
     known = {sample.prompt for sample in winner.measurement.samples if sample.identical}
     for index in held_out.indices[: -(-NUM_TEXTS // held_out.batch_size)]:
         rows = held_out.baseline.members(index)
-        plain_texts = (
-            [held_out.continuations[row] for row in rows]
-            if held_out.continuations
-            else held_out.write(Candidate.plain(), index)
-        )
-        drafted = plain_texts if index in known else held_out.write(winner.candidate, index)
+        is_known = index in known
+        plain_texts = [held_out.continuations[row] for row in rows] if held_out.continuations else None
+        drafted = plain_texts if plain_texts and is_known else held_out.write(winner.candidate, index)
+        plain_texts = plain_texts or (drafted if is_known else held_out.write(Candidate.plain(), index))
         for row, plain, tokens in zip(rows, plain_texts, drafted, strict=True):
             prompt = held_out.prompts[row]
             comparison = compare(task.target, prompt, plain, tokens)

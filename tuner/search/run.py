@@ -125,11 +125,12 @@ def _searched(task: Task, store: StudyStore, tracker: Tracker, progress: Progres
     with store.lock():
         heads = provide_heads(task, heads_seconds, progress)
     budget.check(budget.least_seconds, SHORTEST)
+    wanted = config.tuning_prompts // config.batch_size
+    prompts = _first(task.prompts.tuning, budget.tuning_samples(wanted), wanted, config)
     for line in budget.lines():
         progress.say(line)
     with clock.stage(Stage.PLAIN), _decoding("the tuning prompts", config):
-        before, wanted = clock.elapsed, config.tuning_prompts // config.batch_size
-        prompts = _first(task.prompts.tuning, budget.tuning_samples(wanted), wanted, config)
+        before = clock.elapsed
         tuning = open_bench(task, prompts, "decoding the tuning prompts plainly", progress)
         num_samples, known = max(1, len(tuning.indices)), tuning.baseline.known.values()
         seconds = (clock.elapsed - before) / num_samples
@@ -138,6 +139,7 @@ def _searched(task: Task, store: StudyStore, tracker: Tracker, progress: Progres
     try:
         with explained_shortage("choosing what to try", f"{_LESS_TO_SURVEY}; {_kept(config)}"):
             studies.run()
+        budget.cut("tried", budget.of_trial, config.samples_per_trial, f"tuning {budget.unit} a trial")
         with store.lock(_patience(task)):
             if (finished := finished_result(store, task.settings)) is not None:
                 return _shown(task, *finished, progress)
@@ -229,7 +231,8 @@ def plan(task: Task) -> float | None:
     first = pulse.prefill_seconds + pulse.token_seconds * (config.max_new_tokens - 1)
     plain = _seconds(task, first, pulse.prefill_seconds if reads_once else 0.0)
     beside = (
-        max(WRITING_SECONDS, budget.clock.seconds().get(Stage.WRITING, 0.0)) + NUM_TEXTS / config.batch_size * first
+        max(WRITING_SECONDS, budget.clock.seconds().get(Stage.WRITING, 0.0))
+        + NUM_TEXTS / config.batch_size * plain.again
     )
     heat = 0.0 if task.deployment is None else heat_seconds(task.deployment.program, PAIRED * first)
     budget.plan(config, plain, beside, heat)
@@ -252,7 +255,7 @@ def _race(
     task: Task, records: Sequence[TrialRecord], studies: StudyRuns, progress: Progress, engine: EngineArena | None
 ) -> list[MeasuredCandidate]:
     """Return the finalists, the fastest first. Raises `SearchError` if no trial could be measured."""
-    budget, num_of_trial = task.budget, task.config.samples_per_trial
+    budget = task.budget
     late = budget.out_of_time()
     if (
         late
@@ -266,7 +269,9 @@ def _race(
     after = replace(end, finalists=0, heat=0.0).seconds(budget.plain)
     may_go_on = budget.pace(keep=after)
     trials = shortlist(records, studies.ended, end.finalists, studies.expected)
-    indices = unseen_by_trials(studies.bench.indices, num_of_trial)
+    if engine is None and end.finalists == len(trials) == 1:  # held-out prompts come before a lap of one
+        return [MeasuredCandidate.of(trials[0])]
+    indices = unseen_by_trials(studies.bench.indices, budget.of_trial)
     with budget.clock.stage(Stage.RACE):
         bench: Measuring = studies.bench
         if engine is not None:
@@ -274,7 +279,7 @@ def _race(
             trials = engine.shortlist(trials, indices, end.finalists, studies.bench, pace)
             bench = engine.bench(studies.bench)
         # In production an adaptive rule is warm: it is warmed up on the prompts of the trials.
-        of_trial = bench.indices[:num_of_trial]
+        of_trial = bench.indices[: budget.of_trial]
         warm = [each.model_copy(update={"candidate": bench.warm_up_rule(each.candidate, of_trial)}) for each in trials]
         # Held-out prompts come before certainty about which of two finalists is a little faster.
         whole = replace(budget.end, finalists=0, confirmed=1, heat=0.0).seconds(budget.plain)

@@ -59,6 +59,7 @@ class StudyRuns:
                 until = self.task.budget.left - share  # preparing takes time of the share too
                 settings = self.task.config.study_settings(name)
                 sampler, stored = self._open(name, settings, share)
+                self.task.budget.fit_trials(self.task.budget.left)  # preparing may have taken longer than was thought
                 done = len(stored.records())
                 if done:
                     self.progress.say(f"{name}: {done} finished trials found in {self.store.url}, going on from there")
@@ -70,7 +71,7 @@ class StudyRuns:
                     sampler,
                     stored,
                     self.bench,
-                    self.bench.indices[: self.task.config.samples_per_trial],
+                    self.bench.indices[: self.task.budget.of_trial],
                     most=most,
                     patience=settings.idle_limit,
                     limit=self._time(until, stored.records if name == names[-1] else self.store.records),

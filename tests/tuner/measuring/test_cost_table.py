@@ -146,7 +146,7 @@ def test_machine_that_is_slower_for_a_while_slows_all_alike(clock: Clock) -> Non
     assert statistics.median(steps) == pytest.approx(31 / 34, rel=0.01)
 
 
-def test_sweeps_are_repeated_until_the_time_is_spent(clock: Clock) -> None:
+def test_sweeps_are_repeated_until_the_time_is_spent(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = dict[Pass, int]()
 
     def timer(each: Pass) -> float:
@@ -159,8 +159,12 @@ def test_sweeps_are_repeated_until_the_time_is_spent(clock: Clock) -> None:
         return found
 
     measure(timer, budget_seconds=0.0)
+    assert num_sweeps() == 1, "these passes are long"
+    one_sweep = clock.seconds
+    monkeypatch.setattr(cost, "LONG_PASS", known_seconds(PLAIN) + 1)
+    calls.clear()
+    measure(timer, budget_seconds=0.0)
     assert num_sweeps() == FEWEST_SWEEPS
-    one_sweep = clock.seconds / FEWEST_SWEEPS
     for sweeps in (5, MOST_SWEEPS + 9):
         calls.clear()
         measure(timer, budget_seconds=sweeps * one_sweep - 0.5)
@@ -168,7 +172,8 @@ def test_sweeps_are_repeated_until_the_time_is_spent(clock: Clock) -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_machine_that_is_disturbed_is_measured_for_longer_but_not_for_ever() -> None:
+def test_machine_that_is_disturbed_is_measured_for_longer_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "LONG_PASS", 2 * known_seconds(PLAIN) + 1)
     stream = torch.Generator().manual_seed(0)
     calls, wrong = dict[Pass, int](), dict[Pass, float]()
 

@@ -84,8 +84,8 @@ def run_timed(
 
 def test_a_search_is_refused_ends_in_time_and_goes_on(run_timed: RunTimed) -> None:
     """Four runs one after another, as each begins with what the one before it left: too short, enough, spent, and longer."""
-    with pytest.raises(SearchError, match=r"--timeout 30 s is too short for this model: .* give --timeout 50s"):
-        run_timed(30)
+    with pytest.raises(SearchError, match=r"--timeout 20 s is too short for this model: .* give --timeout 40s"):
+        run_timed(20)
 
     first, simulated, told = run_timed(60)
     assert simulated.now <= 60 * TOLERANCE, "what was refused costs the next search nothing"
@@ -116,6 +116,17 @@ def _check_a_search_in_time(result: SearchResult, simulated: SimulatedTime, told
     assert result.stages[Stage.PLAIN] > 0
     assert result.stages[Stage.TRIALS] > 0
     assert DraftProfile.load(Path("profile.yaml")).target.num_layers == 6
+
+
+def test_in_a_short_search_trials_get_fewer_prompts_and_the_best_is_confirmed_without_a_race(
+    run_timed: RunTimed,
+) -> None:
+    result, simulated, _ = run_timed(40)
+    assert simulated.now <= 40 * TOLERANCE
+    assert result.cost.trials >= 1
+    assert (result.winner.study, result.race) == ("conf_layers", ())
+    assert result.confirmed.num_prompts >= 6
+    assert "tried on 3 of 4 tuning prompts a trial, to keep within --timeout" in result.cuts
 
 
 def test_bench_and_export_of_a_search_that_was_cut_use_prompts_that_it_never_saw(
