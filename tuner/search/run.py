@@ -158,7 +158,9 @@ def _ended(task: Task, store: StudyStore, tracker: Tracker, progress: Progress, 
         with _decoding("the race", config):
             finalists = earlier_race(store, len(records)) or _race(task, records, studies, progress, engine)
         with _decoding("the held-out prompts", config):
-            rivals, held_out = _confirmed(task, to_confirm(finalists, records), confirmations, progress, engine)
+            rivals, held_out = _confirmed(
+                task, to_confirm(finalists, records), records, confirmations, progress, engine
+            )
             winner = rivals[0]
             task.watch.look()
             noise = task.watch.noise(blocks(records, finalists), winner.measurement)
@@ -294,6 +296,7 @@ def _race(
 def _confirmed(
     task: Task,
     chosen: Sequence[MeasuredCandidate],
+    records: Sequence[TrialRecord],
     confirmations: Confirmations,
     progress: Progress,
     engine: EngineArena | None,
@@ -301,8 +304,10 @@ def _confirmed(
     """Return the winner and its rivals measured on held-out prompts, and the bench of these."""
     budget, config = task.budget, task.config
     wanted = config.held_out_prompts // config.batch_size
-    # What the race measured tells what the candidates will take.
-    speedups = [each.measurement.speedup for each in chosen if each.measurement.samples]
+    # What the race measured, or without one the trial, tells what the candidates will take.
+    tried = {record.candidate.key: record.speedup for record in records}
+    known = [each.measurement.speedup if each.measurement.samples else tried.get(each.candidate.key) for each in chosen]
+    speedups = [each for each in known if each]
     paired = PAIRED if len(speedups) < len(chosen) else WARMED * (1 + 1 / min(speedups))
     end = replace(budget.end, finalists=0, confirmed=len(chosen), heat=0.0, paired=paired)
     end = end.fitted(budget.plain, budget.left)
