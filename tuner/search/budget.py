@@ -28,6 +28,8 @@ WARMED = 1.2
 """Seconds of decoding a sample, over the same without a warm-up."""
 PAIRED = 2 * WARMED
 """Seconds of measuring a candidate as slow as plain decoding, over those of plain decoding: both, and their warm-up."""
+HOPED = 1.5 * WARMED
+"""The same of a candidate twice as fast as plain decoding: one that turns out to be slower in a trial needs no confirmation."""
 STOCK = 6.0
 """Seconds of comparing with stock generation, over those of plain decoding: two of our decoders, and two slower ones."""
 WRITING_SECONDS = 6.0
@@ -80,7 +82,8 @@ class End:
     def least(self) -> End:
         """The smallest sizes that give a result: one finalist, which needs no race."""
         finalists, raced, held_out = min(1, self.finalists), min(LAP, self.raced), min(LEAST_HELD_OUT, self.held_out)
-        return End(finalists, raced, min(1, self.confirmed), held_out, 0, self.beside, self.heat, self.paired)
+        paired = min(HOPED, self.paired)
+        return End(finalists, raced, min(1, self.confirmed), held_out, 0, self.beside, self.heat, paired)
 
     def seconds(self, plain: Seconds) -> float:
         """Return the seconds of all parts, with those of plain decoding of a sample."""
@@ -89,14 +92,14 @@ class End:
     def fitted(self, plain: Seconds, seconds: float) -> End:
         """Return these sizes with an eighth off the costliest part until all fit in `seconds`, or no part is above the `least`.
 
-        A race of two is given up last.
+        Two finalists are left to race.
         """
         sizes, floor = self, replace(self.least, finalists=min(2, self.finalists))
         while sizes.seconds(plain) > seconds:
             parts = sizes._parts(plain)
             above = [name for name in parts if getattr(sizes, name) > getattr(floor, name)]
             if not above:
-                return replace(sizes, finalists=self.least.finalists)
+                break
             name = max(above, key=lambda each: parts[each])
             fewer = max(getattr(floor, name), (getattr(sizes, name) * 7 - 1) // 8)
             if name == "stock" and fewer < LEAST_STOCK:  # without it there is room for more of the others
@@ -151,8 +154,10 @@ class Budget:
         """
         room = TIGHT * self.left
         self.fit_trials(room)
-        raced = LAP if self._shortest(self.of_trial) + LAP * self.plain.first <= room else 1  # one may be too short
-        least, count = min(wanted, self.of_trial + raced), wanted
+        if self._shortest(self.of_trial) + LAP * self.plain.first <= room:
+            least, count = min(wanted, self.of_trial + LAP), wanted
+        else:
+            least = count = min(wanted, self.of_trial + 1)  # one may be too short
         while count > least and count * self.plain.first > PLAIN_SHARE * self.left:
             count = max(least, (count * 7 - 1) // 8)
         self.cut("tuned", count, wanted, f"tuning {self.unit}")
@@ -193,7 +198,7 @@ class Budget:
         """Raise `SearchError` with the way to go on if less than `needed` seconds are left for `what`."""
         if self.timeout is None or self.left >= needed:
             return
-        more = enough(self.spent + needed)
+        more = enough(self.spent + (needed / TIGHT if what == SHORTEST else needed))
         if self.spent_before:
             raise SearchError(
                 f"{spoken(self.spent_before)} of --timeout {spoken(self.timeout)} were spent by earlier runs, and {what} takes "
@@ -205,15 +210,22 @@ class Budget:
         )
 
     def fitted(self, **known: int) -> End:
-        """Return race and confirmation as far as they fit in the time left; `known` sizes replace the configured ones."""
-        return replace(self.end, **known).fitted(self.plain, self.left)
+        """Return race and confirmation as far as they fit in the time left, without a race where not even one of two does.
+
+        `known` sizes replace the configured ones.
+        """
+        sizes = replace(self.end, **known).fitted(self.plain, self.left)
+        return sizes if sizes.seconds(self.plain) <= self.left else replace(sizes, finalists=min(1, sizes.finalists))
 
     @property
     def left_for_trials(self) -> float:
         """Return the seconds left beside what race and confirmation need, which is half of them at most if that suffices."""
         if self.timeout is None:
             return math.inf
-        return max(0.0, self.left - self.end.fitted(self.plain, END_SHARE * self.left).seconds(self.plain))
+        end = self.end.fitted(self.plain, END_SHARE * self.left).seconds(self.plain)
+        if end + self.trial_seconds > self.left:
+            end = self.end.least.seconds(self.plain)
+        return max(0.0, self.left - end)
 
     def cut(self, done: str, used: int, configured: int, unit: str) -> None:
         """Note that something was done on fewer samples than configured."""
@@ -263,7 +275,7 @@ class Budget:
         ]
         if (needed := self.least_seconds) > self.left:
             lines.append(
-                f"too short: {SHORTEST} takes about {spoken(needed)} (give a --timeout of {enough(self.spent + needed)})"
+                f"too short: {SHORTEST} takes about {spoken(needed)} (give a --timeout of {enough(self.spent + needed / TIGHT)})"
             )
         return lines
 
