@@ -25,7 +25,7 @@ from decoding.target.soundness import check_skips, find_resume_difference, some_
 from decoding.text import Ending, Request
 
 GENERATED_TOKENS, FEW_TOKENS = 24, 8
-"""Tokens that are decoded plainly and speculatively; the second number where a search is about to check its drafts."""
+"""Tokens decoded plainly and speculatively: by a whole probe, and by one before a search, which checks its drafts anyway."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Capabilities:
 def probe(model: PreTrainedModel, *, every_part: bool = True) -> Capabilities:
     """Probe `model` with a few tokens of its vocabulary, run whole and in part.
 
-    An unsuitable model is reported in `Capabilities.refusal`, not raised. Without `every_part` every other block is left out, in
-    one pass, if the model runs so, and a few tokens are decoded: a draft is checked again before it is used.
+    An unsuitable model is reported in `Capabilities.refusal`, not raised. Without `every_part` every other block is left out at
+    once where the model allows it, and fewer tokens are decoded: a draft is checked again before it is used.
     """
     known = {
         "architecture": type(model).__name__,
@@ -70,10 +70,10 @@ def probe(model: PreTrainedModel, *, every_part: bool = True) -> Capabilities:
     except UnsupportedModelError as refusal:
         return Capabilities(**known, refusal=str(refusal))
     layers = range(target.num_layers)
-    parts, others = layers if every_part else (), layers[1::2]
+    parts, others, middle = layers if every_part else (), layers[1::2], target.num_layers // 2
     at_once = not every_part and bool(others) and _can_skip(target, others, others)
     blocks = tuple(others) if at_once else tuple(i for i in layers if _can_skip(target, [i], [i]))
-    boundaries = {*([1] if every_part else []), target.num_layers // 2} & {*layers[1:]}
+    boundaries = ({1, middle} if every_part else {middle}) & {*layers[1:]}
     found = Capabilities(
         **known,
         num_layers=target.num_layers,

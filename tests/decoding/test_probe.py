@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from transformers import (
     MoshiForCausalLM,
 )
 
+from decoding import probe as probing
 from decoding.cache.kv_cache import KVCache
+from decoding.errors import UnsupportedModelError
 from decoding.probe import probe
 from decoding.runners.contract import Outputs
 from decoding.target import ResumeView, Target
@@ -48,6 +51,20 @@ def test_everything_in_the_promised_families_can_be_skipped(family: str) -> None
     assert found.prefix_reuse
     fewer = probe(build(family), every_part=False)
     assert (fewer.refusal, fewer.prefix_reuse, fewer.skippable_blocks) == (None, True, every[1::2])
+
+
+def test_a_short_probe_finds_the_blocks_that_can_be_skipped_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = probing.check_skips
+
+    def refusing_3(target: Target, attention: Sequence[int], mlp: Sequence[int]) -> None:
+        if 3 in attention:
+            raise UnsupportedModelError("it does not run without block 3")
+        honest(target, attention, mlp)
+
+    monkeypatch.setattr(probing, "check_skips", refusing_3)
+    found = probe(tiny_llama(), every_part=False)
+    assert found.refusal is None
+    assert found.skippable_blocks == tuple(index for index in range(found.num_layers or 0) if index != 3)
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -152,7 +152,7 @@ class Budget:
 
         Where time is short, a trial gets fewer of them, and then there is no race.
         """
-        room = TIGHT * self.left
+        room = self.end.heat + TIGHT * (self.left - self.end.heat)  # the time of a heat is known
         self.fit_trials(room)
         if self._shortest(self.of_trial) + LAP * self.plain.first <= room:
             least, count = min(wanted, self.of_trial + LAP), wanted
@@ -181,12 +181,12 @@ class Budget:
         return fewest * self.plain.first + self._shortest(fewest)
 
     def fit_trials(self, room: float) -> None:
-        """Let trials have fewer samples, until one fits in `room` seconds beside the shortest end of a search."""
+        """Give trials fewer samples until one fits in `room` seconds beside the shortest end of a search."""
         while self.of_trial > FEWEST_TRIED and self._shortest(self.of_trial) > room:
             self.of_trial -= 1
 
     def _shortest(self, of_trial: int) -> float:
-        """Return the seconds of one trial on so many samples, and of the shortest end."""
+        """Return the seconds of one trial on `of_trial` samples, and of the shortest end."""
         return PAIRED * self.plain.again * of_trial + self.end.least.seconds(self.plain)
 
     @property

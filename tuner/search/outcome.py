@@ -54,7 +54,7 @@ from tuner.tracking import DatasetInput, Tracker
 from tuner.trial_columns import measured_metrics
 
 NUM_TEXTS = 3
-"""Held-out prompts on the page of texts. They are decoded once more: by the winner, and plainly where its text was another."""
+"""Held-out prompts on the page of texts. They are decoded once more: by the winner, and plainly where the two texts differ."""
 MOST_PROMPT = 4000
 """Characters of a prompt that a reader sees, from its end."""
 
