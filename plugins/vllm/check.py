@@ -119,9 +119,7 @@ class Engine:
     @property
     def cache_layers(self) -> list[int]:
         """Layers with keys and values in each group of the cache, those of a draft included."""
-        core: Any = self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
-        runner = core.model_executor.driver_worker.worker.model_runner
-        return [len(group.layer_names) for group in runner.kv_cache_config.kv_cache_groups]
+        return [len(group.layer_names) for group in self.runner.kv_cache_config.kv_cache_groups]
 
     def forget(self) -> None:
         """Begin to count and to keep texts anew, without keys and values of earlier prompts."""
@@ -136,6 +134,11 @@ class Engine:
         self.texts += [list(answer.outputs[0].token_ids) for answer in answers]
         self.prompts += [list(answer.prompt_token_ids) for answer in answers]
 
+    @property
+    def runner(self) -> Any:
+        core: Any = self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+        return core.model_executor.driver_worker.worker.model_runner
+
     def gap(self, number: int, other: Sequence[int]) -> float:
         """Return how much less likely the first differing token of another text is than this engine's own, in log-probability."""
         from vllm import SamplingParams
@@ -148,6 +151,26 @@ class Engine:
         [answer] = self.llm.generate([{"prompt_token_ids": self.prompts[number] + own[:at]}], params, use_tqdm=False)
         known = answer.outputs[0].logprobs[0]
         return known[own[at]].logprob - known[other[at]].logprob if {own[at], other[at]} <= known.keys() else math.inf
+
+
+class Unpadded(Engine):
+    """The same engine with drafts as they come; what it writes and counts is kept apart."""
+
+    def __init__(self, padded: Engine) -> None:
+        self.llm, self._padded = padded.llm, padded
+        self.texts, self.prompts, self.seconds, self.p_value = [], [], [], None
+        self.counts, self.lengths = dict.fromkeys(padded.counts, 0), set()
+
+    def write(self, prompts: Sequence[str], params: Any) -> None:
+        drafter, padded = self.runner.drafter, self._padded
+        kept = padded.counts, padded.lengths
+        padded.counts, padded.lengths = self.counts, self.lengths
+        drafter._prefers_uniform = lambda num_requests: False
+        try:
+            super().write(prompts, params)
+        finally:
+            del drafter._prefers_uniform
+            padded.counts, padded.lengths = kept
 
 
 def run_as_on_a_gpu() -> None:
@@ -230,6 +253,9 @@ def main() -> int:
         action="store_true",
         help="rows without a request in draft passes, drafts of one length in a batch",
     )
+    parser.add_argument(
+        "--unpadded", action="store_true", help="also run each draft without padding a batch to one length, as on a CPU"
+    )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--cache-mib", type=int, default=256)
@@ -268,6 +294,8 @@ def main() -> int:
             path = Path(folder) / f"{name.replace(' ', '_')}.yaml"
             variant.save(path)
             engines[name] = Engine(model, args, path, num_speculative_tokens=variant.longest_draft)
+        if args.unpadded:
+            engines |= {f"{name}, not padded": Unpadded(engine) for name, engine in engines.items() if name != PLAIN}
         if args.launched:
             path, most = Path(folder) / f"{PROFILE}.yaml", profile.longest_draft
             profile.save(path)
