@@ -127,9 +127,12 @@ class Engine:
         self.counts.update(dict.fromkeys(self.counts, 0))
         self.llm.reset_prefix_cache()
 
+    def generate(self, prompts: Sequence[str], params: Any) -> list[Any]:
+        return self.llm.generate(list(prompts), params, use_tqdm=False)
+
     def write(self, prompts: Sequence[str], params: Any) -> None:
         began = clock()
-        answers = self.llm.generate(list(prompts), params, use_tqdm=False)
+        answers = self.generate(prompts, params)
         self.seconds.append(clock() - began)
         self.texts += [list(answer.outputs[0].token_ids) for answer in answers]
         self.prompts += [list(answer.prompt_token_ids) for answer in answers]
@@ -161,13 +164,13 @@ class Unpadded(Engine):
         self.texts, self.prompts, self.seconds, self.p_value = [], [], [], None
         self.counts, self.lengths = dict.fromkeys(padded.counts, 0), set()
 
-    def write(self, prompts: Sequence[str], params: Any) -> None:
+    def generate(self, prompts: Sequence[str], params: Any) -> list[Any]:
         drafter, padded = self.runner.drafter, self._padded
         kept = padded.counts, padded.lengths
         padded.counts, padded.lengths = self.counts, self.lengths
         drafter._prefers_uniform = lambda num_requests: False
         try:
-            super().write(prompts, params)
+            return super().generate(prompts, params)
         finally:
             del drafter._prefers_uniform
             padded.counts, padded.lengths = kept
@@ -203,7 +206,9 @@ def sampled(engine: Engine, prompt: str, count: int) -> list[tuple[int, ...]]:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.5, max_tokens=3)
-    answers = engine.llm.generate([prompt] * count, params, use_tqdm=False)
+    counts, lengths = dict(engine.counts), set(engine.lengths)  # of the texts that are compared
+    answers = engine.generate([prompt] * count, params)
+    engine.counts.update(counts), engine.lengths.intersection_update(lengths)
     return [tuple(answer.outputs[0].token_ids) for answer in answers]
 
 

@@ -114,7 +114,11 @@ class EngineArena:
         bench: Bench,
         may_go_on: Callable[[], bool],
     ) -> list[TrialRecord]:
-        """Return up to `count` candidates to race; see `Heat`. Raises `EngineError` if the engine runs none of them."""
+        """Return up to `count` candidates to race; see `Heat`.
+
+        Raises `EngineError` if the engine does not start, or runs none of them.
+        """
+        _ = self.servers.plain  # what it is refused for, every draft would be
         heat = Heat(self.servers.program, self.servers.exports.rules, self.bench(bench), self.progress)
         heat.run(best, indices, may_go_on)
         return heat.entrants(count)

@@ -27,6 +27,7 @@ from tests.support.commands import SearchCommand
 from tests.support.engine_stub import write_llama_cpp
 from tests.support.refusals import refused
 from tests.support.stored_trials import stored_records
+from tuner.engines.bench import EngineServers
 from tuner.engines.candidates import CandidateExports, EngineRules
 from tuner.errors import ExportError
 from tuner.search.budget import Seconds
@@ -111,6 +112,20 @@ def test_wrong_texts_win_nothing(deploy: SearchCommand) -> None:
     done = deploy("--set", "engine_args=--wrong", trials=1)
     assert done.exit_code == 0, done.output
     assert isinstance(DraftProfile.load(Path("profile.yaml")).draft, PlainDecoding)
+
+
+@pytest.mark.usefixtures("quick_costs")
+def test_an_engine_that_does_not_start_is_started_once(deploy: SearchCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each draft, as if it refused those: vLLM takes a minute on a GPU."""
+    started, genuine = list[str](), EngineServers._started
+
+    def counting(servers: EngineServers, *given: Any) -> Any:
+        started.append(servers.program.title)
+        return genuine(servers, *given)
+
+    monkeypatch.setattr(EngineServers, "_started", counting)
+    refused(deploy("--set", "engine_args=--broken", trials=1), "llama.cpp ended with status 1", "--broken")
+    assert started == ["llama.cpp"]
 
 
 def test_wrong_settings_are_refused_before_anything_runs(deploy: SearchCommand, run_search: SearchCommand) -> None:
