@@ -132,7 +132,12 @@ def engine_task(config: BenchConfig, progress: Progress) -> Iterator[EngineTask]
     with tempfile.TemporaryDirectory(prefix="sdtune-engine-") as logs:
         texts, limit = (*task.measured, *task.choosing), task.target.context_length
         server = ServerSettings.of(
-            texts, task.max_new_tokens, limit, threads=config.threads, engine_args=config.engine_args
+            texts,
+            task.max_new_tokens,
+            limit,
+            threads=config.threads,
+            engine_args=config.engine_args,
+            config=task.target.config,
         )
         engine = EngineTask(task, program, version, plan, server, Path(logs))
         progress.stage(f"files for {program.title}")

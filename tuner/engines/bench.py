@@ -191,15 +191,27 @@ class EngineServers:
         return self._plain[0]
 
     def drafted(self, candidate: Candidate) -> Client:
-        """Return the server of a candidate; raise `ExportError` or `EngineError` if the engine does not run it."""
+        """Return the server of a candidate; raise `ExportError` or `EngineError` if the engine does not run it.
+
+        Where memory is short beside the servers of other candidates, these end.
+        """
         plan, flags = self.exports.write(candidate)
         if flags not in self._drafted:
-            while len(self._drafted) >= MOST_RUNNING:
-                _, (_, server) = self._drafted.popitem(last=False)
-                server.close()
-            self._drafted[flags] = self._started(plan, flags)
+            self._end_drafted(most_left=MOST_RUNNING - 1)
+            try:
+                self._drafted[flags] = self._started(plan, flags)
+            except EngineError as cause:
+                if not self._drafted or "memory" not in str(cause).lower():
+                    raise
+                self._end_drafted(most_left=0)
+                self._drafted[flags] = self._started(plan, flags)
         self._drafted.move_to_end(flags)
         return self._drafted[flags][0]
+
+    def _end_drafted(self, most_left: int) -> None:
+        while len(self._drafted) > most_left:
+            _, (_, server) = self._drafted.popitem(last=False)
+            server.close()
 
     def command(self, candidate: Candidate | None) -> tuple[str, ...]:
         """Return the command of a candidate's server, or of the plain one, without this machine's folders."""

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from tuner.fields import PROGRAMS
+from tuner.inputs.memory import cache_values
 from tuner.measuring.contender import Decoded
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class ServerSettings:
     """CPU threads; None for the engine's own choice."""
     sequences: int = 1
     """Number of sequences decoded at a time."""
+    cache_values: int = 0
+    """Numbers in the keys and values of one position of the target."""
     arguments: tuple[str, ...] = ()
     """The user's own flags."""
 
@@ -65,12 +68,13 @@ class ServerSettings:
         *,
         threads: int | None,
         engine_args: str | None,
+        config: Any,
         sequences: int = 1,
     ) -> Self:
-        """Return settings with room for the prompts, new tokens and drafts within the model's `limit` of positions."""
+        """Return settings with room for the prompts, new tokens and drafts within the `limit` of the model with `config`."""
         wanted = max(len(prompt.token_ids) for prompt in prompts) + max_new_tokens + ROOM
         context = wanted if limit is None else min(wanted, limit)
-        return cls(context, threads, sequences, tuple(shlex.split(engine_args or "")))
+        return cls(context, threads, sequences, cache_values(config), tuple(shlex.split(engine_args or "")))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from decoding.errors import how_to_install
 from tuner.engines.contract import DraftCounts, EngineProgram, Launch, Served, ServerSettings, completed
 from tuner.engines.methods import EXPORTED, Entry, Flags, LatestMatch, Method
-from tuner.engines.server import HOST, last_lines, output_of
+from tuner.engines.server import HOST, output_of, reason_in
 from tuner.errors import EngineError
 from tuner.export.engines import gguf_converter
 from tuner.export.engines.llama_cpp import CONVERT, DRAFT, GGUF, TARGET, LlamaCpp, conversion
@@ -105,7 +105,7 @@ class LlamaCppServer(EngineProgram):
         if missing := re.search(r"^ModuleNotFoundError: .*", text, re.MULTILINE):
             raise EngineError(f"llama.cpp's converter: {missing[0]}; {how_to_install('engines')}")
         if done.returncode:
-            raise EngineError(f"llama.cpp's converter cannot convert {model}: {last_lines(log)}")
+            raise EngineError(f"llama.cpp's converter cannot convert {model}: {reason_in(log)}")
         return (gguf_converter.NOTE,) if gguf_converter.NOTE in text else ()
 
     def draft_flags(self, plan: Plan) -> tuple[str, ...]:

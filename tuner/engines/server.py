@@ -16,6 +16,8 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tuner.engines import guard
 from tuner.errors import EngineError
 
@@ -29,6 +31,8 @@ SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{.*\})?\s+(?P<value>[^\s]+)
 REQUEST_SECONDS = 600.0
 POLL_SECONDS = 0.2
 LOG_LINES = 5
+EXCEPTION = re.compile(r"(?:^|\] )((?:\w+\.)*\w+(?:Error|Exception): .+)", re.MULTILINE)
+"""A line in which a traceback ends, also where a logger has put a prefix before each line."""
 
 
 def free_port() -> int:
@@ -97,7 +101,7 @@ def parse_counters(text: str) -> dict[str, float]:
 def serving(launch: Launch, client: Client, log: Path, *, start_seconds: float) -> Iterator[Client]:
     """Start an engine, wait until it is healthy, and yield the client; the process has ended when the context has.
 
-    Raises `EngineError`, with the last lines of its log, if it ends early or does not answer within `start_seconds`.
+    Raises `EngineError`, with the reason in its log, if it ends early or does not answer within `start_seconds`.
     """
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -119,6 +123,7 @@ def served(
     program: EngineProgram, plan: Plan | Served, settings: ServerSettings, flags: Sequence[str], log: Path
 ) -> AbstractContextManager[Client]:
     """Return a server of the export with these flags of a draft, or without any; it runs while the context does."""
+    torch.cuda.empty_cache()  # what this process holds on the GPU without using it is the server's
     port = free_port()
     launch = program.launch(plan, settings, port, flags)
     return serving(launch, Client(port, program.title), log, start_seconds=program.start_seconds)
@@ -128,9 +133,9 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], client: Client, log: P
     end = time.monotonic() + seconds
     while not client.is_healthy():
         if (status := process.poll()) is not None:
-            raise EngineError(f"{client.title} ended with status {status} before it answered: {last_lines(log)}")
+            raise EngineError(f"{client.title} ended with status {status} before it answered: {reason_in(log)}")
         if time.monotonic() > end:
-            raise EngineError(f"{client.title} did not answer within {seconds:.0f} s: {last_lines(log)}")
+            raise EngineError(f"{client.title} did not answer within {seconds:.0f} s: {reason_in(log)}")
         time.sleep(POLL_SECONDS)
 
 
@@ -144,9 +149,12 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def last_lines(log: Path) -> str:
-    """Return the last lines of a log as one."""
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+def reason_in(log: Path) -> str:
+    """Return the first exception in a log, from which others follow, or its last lines as one."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    if (found := EXCEPTION.search(text)) is not None:
+        return found[1].strip()
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " | ".join(lines[-LOG_LINES:]) or "it wrote nothing"
 
 

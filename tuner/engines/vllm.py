@@ -18,6 +18,7 @@ from tuner.engines.server import HOST, output_of
 from tuner.errors import EngineError
 from tuner.export.engines.vllm import SUFFIX, Vllm
 from tuner.export.native import native_flags
+from tuner.inputs.models import DTYPES
 
 if TYPE_CHECKING:
     from tuner.engines.server import Client
@@ -42,6 +43,8 @@ VERSION_OF = (
 )
 FINISHED = "vllm:request_success_total"
 PREFILL, DECODE = "vllm:request_prefill_time_seconds_sum", "vllm:request_decode_time_seconds_sum"
+SPARE_POSITIONS = 1024
+"""Positions that the keys and values of a server have room for beside its requests: blocks are not filled."""
 METRICS_SECONDS = 5.0
 """Longest time that a finished request may take to appear in the metrics."""
 
@@ -159,6 +162,9 @@ class VllmServer(EngineProgram):
             *("--model", plan.model, "--served-model-name", SERVED_NAME, "--dtype", plan.dtype),
             *("--host", HOST, "--port", str(port)),
             *("--max-model-len", str(settings.context), "--max-num-seqs", str(settings.sequences)),
+            # By default a server takes 92 % of the device's memory, and another one does not start beside it.
+            *("--kv-cache-memory-bytes", str(_cache_bytes(settings, plan.dtype, drafts=bool(draft_flags)))),
+            *("--gpu-memory-utilization", "0.05"),  # what has to be free at the start; the cache does not depend on it
             "--no-enable-prefix-caching",
             *draft_flags,
             *settings.arguments,
@@ -205,6 +211,15 @@ class VllmServer(EngineProgram):
                 )
             time.sleep(0.01)
         return values
+
+
+def _cache_bytes(settings: ServerSettings, dtype: str, *, drafts: bool) -> int:
+    """Return the bytes of keys and values for a server's requests: layers of different kinds may leave half of them unused.
+
+    A draft model has at most as many layers as the target.
+    """
+    positions = settings.sequences * settings.context + SPARE_POSITIONS
+    return (3 if drafts else 2) * settings.cache_values * DTYPES[dtype].itemsize * positions
 
 
 def _drafting(**settings: Any) -> Flags:

@@ -51,18 +51,24 @@ class ModelSize:
     def of(cls, model: PreTrainedModel, dtype: torch.dtype | None = None) -> ModelSize:
         """Return the sizes of a model, which may be on the meta device, with weights in `dtype` (default: its own)."""
         config: Any = model.config.get_text_config()
-        heads = getattr(config, "num_attention_heads", 0)  # a recurrent model, which the probe refuses, has none
-        key_value_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
         return cls(
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
             block_parameters=_block_parameters(model, config.num_hidden_layers),
             num_layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
             vocabulary=config.vocab_size,
-            cache_values=2 * config.num_hidden_layers * key_value_heads * head_size,
+            cache_values=cache_values(config),
             dtype=dtype or model.dtype,
         )
+
+
+def cache_values(config: Any) -> int:
+    """Return the number of values in the keys and values of one token, in all layers of a model with this configuration."""
+    config = config.get_text_config()
+    heads = getattr(config, "num_attention_heads", 0)  # a recurrent model, which the probe refuses, has none
+    key_value_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    return int(2 * config.num_hidden_layers * key_value_heads * head_size)
 
 
 def size_of_checkpoint(

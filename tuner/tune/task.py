@@ -100,6 +100,7 @@ def tune_task(config: TuneConfig, progress: Progress) -> Iterator[TuneTask]:
         limit,
         threads=config.threads,
         engine_args=config.engine_args,
+        config=text_config,
         sequences=max(config.sequences),
     )
     with tempfile.TemporaryDirectory(prefix="sdtune-engine-") as folder:

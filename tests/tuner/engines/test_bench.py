@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,9 +14,10 @@ import pytest
 import torch
 
 from decoding.text import Ending
-from tuner.engines.bench import EngineDecoding, engine_judge
-from tuner.engines.contract import DraftCounts, EngineProgram
+from tuner.engines.bench import EngineDecoding, EngineServers, engine_judge
+from tuner.engines.contract import DraftCounts, EngineProgram, ServerSettings
 from tuner.engines.server import Client
+from tuner.errors import EngineError
 from tuner.measuring.baseline import Baseline
 
 
@@ -60,3 +63,34 @@ def test_what_plain_decoding_does_at_the_same_load_is_no_fault_of_the_draft() ->
     assert not judge("plain", 0, {"plain": (10, 12)}).identical, "plain decoding itself is compared with that of one"
     alone = engine_judge(lambda: target, replace(baseline, continuations=()))
     assert not alone("draft", 0, {"plain": (10, 12), "draft": (10, 11)}).identical, "of one request each"
+
+
+def test_where_memory_is_short_the_servers_of_other_candidates_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    running: list[str] = []
+
+    @contextmanager
+    def served(program: Any, plan: Any, settings: Any, flags: Sequence[str], log: Path) -> Iterator[Client]:
+        name = " ".join(flags)
+        if name == "unknown":
+            raise EngineError("vLLM ended with status 1: ValueError: unknown method")
+        if len(running) == 3:
+            raise EngineError("vLLM ended with status 1: torch.OutOfMemoryError: CUDA out of memory")
+        running.append(name)
+        yield Client(1, "vLLM")
+        running.remove(name)
+
+    monkeypatch.setattr("tuner.engines.bench.served", served)
+    program: Any = SimpleNamespace(complete=lambda *asked: None)
+    exports: Any = SimpleNamespace(plain=None, write=lambda candidate: (None, (candidate,)))
+    with EngineServers(program, exports, ServerSettings(64), tmp_path, (1,)) as servers:
+        assert servers.plain
+        for candidate in ("one", "two"):
+            servers.drafted(cast(Any, candidate))
+        with pytest.raises(EngineError, match="unknown method"):
+            servers.drafted(cast(Any, "unknown"))
+        assert running == ["", "one", "two"]
+        servers.drafted(cast(Any, "three"))
+        assert running == ["", "three"]
+    assert not running

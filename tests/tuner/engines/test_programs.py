@@ -14,6 +14,7 @@ from decoding.draft_length import Fixed, TopProbability
 from decoding.drafts import EarlyExit, Lookup
 from decoding.profile import DraftProfile, TargetIdentity
 from tests.support.engine_stub import write_llama_cpp
+from tests.support.tiny import tiny_llama
 from tuner.engines import vllm
 from tuner.engines.candidates import engine_candidate
 from tuner.engines.contract import DraftCounts, Served, ServerSettings, find_engine
@@ -41,13 +42,15 @@ PLAN = Plan(
     threshold=0.25,
     lookup=NgramSettings(3, 3, 8),
 )
-SETTINGS = ServerSettings(context=100, threads=1, sequences=2, arguments=("--seed", "7"))
+SETTINGS = ServerSettings(context=100, threads=1, sequences=2, cache_values=48, arguments=("--seed", "7"))
 
 
 def test_a_server_has_room_for_every_text_and_its_draft_within_the_limit_of_the_model() -> None:
     prompts = [Prompt(row, (1,) * length, "") for row, length in enumerate((10, 30, 20))]
     free, limited = (
-        ServerSettings.of(prompts, 20, limit, threads=2, engine_args="--name 'a b'", sequences=3)
+        ServerSettings.of(
+            prompts, 20, limit, threads=2, engine_args="--name 'a b'", config=tiny_llama().config, sequences=3
+        )
         for limit in (None, 64)
     )
     longest_draft = max(field.le for field in Fixed.model_fields["max_tokens"].metadata if isinstance(field, Le))
@@ -83,6 +86,15 @@ def test_vllm_is_launched_with_the_export_as_speculative_config() -> None:
     assert launch.command[:3] == ("/env/bin/python", "-m", "vllm.entrypoints.openai.api_server")
     assert "--no-enable-prefix-caching" in launch.command
     assert launch.environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_vllm_takes_memory_for_its_requests_only() -> None:
+    """Servers run beside one another, and beside this process's own model; a draft model has keys and values too."""
+    program = VllmServer(Path("/env/bin/python"))
+    plain, drafted = (program.launch(PLAN, SETTINGS, 8123, flags).command for flags in ((), program.draft_flags(PLAN)))
+    of_requests = 2 * 100 * 48 * 4
+    taken = [int(each[each.index("--kv-cache-memory-bytes") + 1]) for each in (plain, drafted)]
+    assert of_requests < taken[0] < taken[1] < 20 * of_requests
 
 
 @pytest.mark.parametrize("installed", ["sdtune-vllm", "arctic-inference", "vllm"])

@@ -11,7 +11,7 @@ import pytest
 from tests.support.engine_stub import write_llama_cpp
 from tuner.engines import guard
 from tuner.engines.contract import Launch
-from tuner.engines.server import Client, free_port, parse_counters, serving
+from tuner.engines.server import Client, free_port, parse_counters, reason_in, serving
 from tuner.errors import EngineError
 
 
@@ -66,3 +66,16 @@ def test_counters_are_summed_over_labels() -> None:
 def test_a_refused_request_is_reported_in_one_line() -> None:
     with pytest.raises(EngineError, match=r"llama.cpp does not answer /completion: .*refused"):
         Client(free_port(), "llama.cpp").post("/completion", {})
+
+
+def test_of_several_exceptions_the_first_is_the_reason(tmp_path: Path) -> None:
+    """vLLM's later ones say that it is above; what a warning quotes is none."""
+    log = tmp_path / "log"
+    log.write_text(
+        "WARNING [utils.py:1] Found a limit, which can cause `OSError: [Errno 24]`\n"
+        "(Worker pid=7) ERROR 11-27 [executor.py:953] Traceback (most recent call last):\n"
+        "(Worker pid=7) ERROR 11-27 [executor.py:953]     raise ValueError(\n"
+        "(Worker pid=7) ERROR 11-27 [executor.py:953] ValueError: Available memory is less than desired\n"
+        "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    assert reason_in(log) == "ValueError: Available memory is less than desired"
