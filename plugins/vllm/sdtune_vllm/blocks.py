@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,14 +14,6 @@ from sdtune_vllm.settings import UnsupportedError
 
 HEAD = "sdtune_head"
 """Prefix of the exit head's names in vLLM."""
-PARTS = {
-    "q_proj": ("qkv_proj", "q"),
-    "k_proj": ("qkv_proj", "k"),
-    "v_proj": ("qkv_proj", "v"),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-}
-"""Weights of transformers that vLLM keeps in one, with their parts."""
 NORMS = {"input_layernorm", "post_attention_layernorm"}
 
 
@@ -87,10 +78,13 @@ def run(target: nn.Module, steps: list[Step], head: nn.Module | None, tokens: Te
 def load_head(target: nn.Module, config: Any, file: Path) -> nn.Module:
     """Return the exit head as one more block of the model's class, whose attention thereby gets keys and values of its own."""
     from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+    from vllm.model_executor.models.interfaces import supports_eagle3
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    model: Any = target.model
-    layers = model.layers
+    if not supports_eagle3(target):
+        raise UnsupportedError(f"{type(target).__name__} does not hand over the states that an exit head reads in vLLM")
+    layers: Any = target.model.layers  # type: ignore[union-attr]
     kind, prefix = type(layers[0]), f"{HEAD}.layers.{len(layers)}"
     known = {
         "vllm_config": config,
@@ -107,37 +101,28 @@ def load_head(target: nn.Module, config: Any, file: Path) -> nn.Module:
     device, dtype = next(target.parameters()).device, config.model_config.dtype
     with set_current_vllm_config(config, check_compile=False), set_default_torch_dtype(dtype), torch.device(device):
         head: nn.Module = kind(**{name: value for name, value in known.items() if name in wanted})
-    _load(head, file)
-    for module in head.modules():  # as vLLM's loader does: on a CPU weights are packed
-        method: Any = getattr(module, "quant_method", None)
-        if hasattr(method, "process_weights_after_loading"):
-            method.process_weights_after_loading(module)
+    _fill(target, head, file)
+    process_weights_after_loading(head, config.model_config, device)
     return head.eval()
 
 
-def _load(head: nn.Module, file: Path) -> None:
+def _fill(target: nn.Module, head: nn.Module, file: Path) -> None:
+    """Load the head as the model's last block, by the model's own loader, which knows what vLLM keeps in one weight."""
     from safetensors import safe_open
-    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-    left, parameters = set[str](), dict(head.named_parameters())
-    with safe_open(file, "pt") as weights:
-        for name, tensor in _tensors(weights):
-            part = next((each for each in name.split(".") if each in PARTS), None)
-            whole, shard = PARTS[part] if part else (None, None)
-            own = name if part is None or name in parameters else name.replace(part, str(whole))
-            if own not in parameters:
-                left.add(name)
-                continue
-            parameter: Any = parameters[own]
-            loader = getattr(parameter, "weight_loader", default_weight_loader)
-            loader(parameter, tensor) if own == name else loader(parameter, tensor, shard)
-    if left:
-        raise UnsupportedError(f"{file} has weights that {type(head).__name__} lacks: {', '.join(sorted(left))}")
-
-
-def _tensors(weights: Any) -> Iterator[tuple[str, Tensor]]:
-    for name in weights.keys():  # noqa: SIM118 - it is no dict
-        yield name, weights.get_tensor(name)
+    layers: Any = target.model.layers
+    place = f"model.layers.{len(layers)}"
+    layers.append(head)
+    try:
+        with safe_open(file, "pt") as weights:
+            named = {f"{place}.{name}": weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118 - no dict
+        loaded = target.load_weights(named.items())  # type: ignore[operator]
+    except (KeyError, ValueError) as cause:
+        raise UnsupportedError(f"{file} has weights that {type(head).__name__} lacks: {cause}") from None
+    finally:
+        del layers[-1]
+    if missing := {f"{place}.{name}" for name, _ in head.named_parameters()} - loaded:
+        raise UnsupportedError(f"{file} lacks weights of {type(head).__name__}: {', '.join(sorted(missing))}")
 
 
 def is_of_head(name: str) -> bool:
