@@ -106,17 +106,17 @@ def load_head(target: nn.Module, config: Any, file: Path) -> nn.Module:
     return head.eval()
 
 
-def _fill(target: nn.Module, head: nn.Module, file: Path) -> None:
+def _fill(target: Any, head: nn.Module, file: Path) -> None:
     """Load the head as the model's last block, by the model's own loader, which knows what vLLM keeps in one weight."""
     from safetensors import safe_open
 
-    layers: Any = target.model.layers
+    layers = target.model.layers
     place = f"model.layers.{len(layers)}"
     layers.append(head)
     try:
         with safe_open(file, "pt") as weights:
             named = {f"{place}.{name}": weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118 - no dict
-        loaded = target.load_weights(named.items())  # type: ignore[operator]
+        loaded = target.load_weights(named.items())
     except (KeyError, ValueError) as cause:
         raise UnsupportedError(f"{file} has weights that {type(head).__name__} lacks: {cause}") from None
     finally:
