@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 DRAFTED = "draft"
 """Name of a candidate beside plain decoding."""
+SHORTAGE = re.compile("memory|alloc", re.IGNORECASE)
+"""What an engine says if memory was short at its start."""
 MOST_RUNNING = 6
 """Servers with a draft that run at a time; the one that has waited longest ends for another."""
 
@@ -201,7 +204,7 @@ class EngineServers:
             try:
                 self._drafted[flags] = self._started(plan, flags)
             except EngineError as cause:
-                if not self._drafted or "memory" not in str(cause).lower():
+                if not self._drafted or SHORTAGE.search(str(cause)) is None:
                     raise
                 self._end_drafted(most_left=0)
                 self._drafted[flags] = self._started(plan, flags)
