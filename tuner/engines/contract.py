@@ -64,14 +64,14 @@ class ServerSettings:
         cls,
         prompts: Iterable[Prompt],
         max_new_tokens: int,
-        limit: int | None,
+        config: Any,
         *,
         threads: int | None,
         engine_args: str | None,
-        config: Any,
         sequences: int = 1,
     ) -> Self:
-        """Return settings with room for the prompts, new tokens and drafts within the `limit` of the model with `config`."""
+        """Return settings with room for the prompts, new tokens and drafts within the limit of the model's `config`."""
+        limit = getattr(config, "max_position_embeddings", None)
         wanted = max(len(prompt.token_ids) for prompt in prompts) + max_new_tokens + ROOM
         context = wanted if limit is None else min(wanted, limit)
         return cls(context, threads, sequences, cache_values(config), tuple(shlex.split(engine_args or "")))

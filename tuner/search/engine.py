@@ -150,14 +150,8 @@ def arena(task: Task, bench: Bench, progress: Progress) -> Iterator[EngineArena 
         for remark in exports.remarks:
             progress.say(remark)
         config, texts = task.config, (*task.prompts.tuning, *task.prompts.held_out)
-        limit, threads = task.target.context_length, config.threads
         settings = ServerSettings.of(
-            texts,
-            config.max_new_tokens,
-            limit,
-            threads=threads,
-            engine_args=config.engine_args,
-            config=task.target.config,
+            texts, config.max_new_tokens, task.target.config, threads=config.threads, engine_args=config.engine_args
         )
         with EngineServers(program, exports, settings, logs, bench.prompts[0]) as servers:
             yield EngineArena(task, servers, version, progress)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from decoding.profile import DraftProfile
 from decoding.target import Target
@@ -93,14 +93,12 @@ def tune_task(config: TuneConfig, progress: Progress) -> Iterator[TuneTask]:
         """Load the model to tell ties from errors."""
         return Target(load(name, revision=revision, dtype=dtype).model)
 
-    texts, limit = (*prompts.tuning, *prompts.held_out), _limit(text_config)
     settings = ServerSettings.of(
-        texts,
+        (*prompts.tuning, *prompts.held_out),
         config.max_new_tokens,
-        limit,
+        text_config,
         threads=config.threads,
         engine_args=config.engine_args,
-        config=text_config,
         sequences=max(config.sequences),
     )
     with tempfile.TemporaryDirectory(prefix="sdtune-engine-") as folder:
@@ -141,10 +139,6 @@ def _model_of(config: TuneConfig, profile: DraftProfile | None) -> tuple[str, st
     return config.model, config.revision
 
 
-def _limit(text_config: Any) -> int | None:
-    return getattr(text_config, "max_position_embeddings", None)
-
-
 def _prompts(config: TuneConfig, profile: DraftProfile | None, progress: Progress) -> PromptSet:
     """Return tuning and held-out prompts: those that the search of the profile held out, where there is one."""
     name, revision = _model_of(config, profile)
@@ -159,7 +153,7 @@ def _prompts(config: TuneConfig, profile: DraftProfile | None, progress: Progres
         num_tuning=max(config.tuning_prompts, GROUPS * most),
         num_held_out=given or (None if facts else max(config.held_out_prompts, least)),
         max_new_tokens=config.max_new_tokens,
-        context_length=_limit(load_text_config(name, revision)),
+        context_length=getattr(load_text_config(name, revision), "max_position_embeddings", None),
         seed=config.seed,
     )
     for note in (*([] if profile is None else [f"prompts: {origin}"]), *found.notes):

@@ -47,12 +47,10 @@ SETTINGS = ServerSettings(context=100, threads=1, sequences=2, cache_values=48, 
 
 def test_a_server_has_room_for_every_text_and_its_draft_within_the_limit_of_the_model() -> None:
     prompts = [Prompt(row, (1,) * length, "") for row, length in enumerate((10, 30, 20))]
-    free, limited = (
-        ServerSettings.of(
-            prompts, 20, limit, threads=2, engine_args="--name 'a b'", config=tiny_llama().config, sequences=3
-        )
-        for limit in (None, 64)
-    )
+    config, made = tiny_llama().config, list[ServerSettings]()
+    for config.max_position_embeddings in (512, 64):
+        made.append(ServerSettings.of(prompts, 20, config, threads=2, engine_args="--name 'a b'", sequences=3))
+    free, limited = made
     longest_draft = max(field.le for field in Fixed.model_fields["max_tokens"].metadata if isinstance(field, Le))
     assert free.context >= 30 + 20 + longest_draft
     assert limited == replace(free, context=64)
