@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from tuner.errors import EngineError
 from tuner.fields import PROGRAMS
 from tuner.inputs.memory import cache_values
 from tuner.measuring.contender import Decoded
@@ -117,8 +119,10 @@ class EngineProgram(ABC):
 
     title: ClassVar[str]
     """Name for people."""
+    home: ClassVar[str]
+    """What the folder holds in which it is installed."""
     home_variable: ClassVar[str]
-    """Environment variable that says where it is installed."""
+    """Environment variable that names that folder."""
     counters: ClassVar[str]
     """Beginning of the names of its counters of speculative decoding."""
     start_seconds: ClassVar[float] = 120.0
@@ -132,8 +136,8 @@ class EngineProgram(ABC):
 
     @classmethod
     @abstractmethod
-    def find(cls, home: Path | None) -> EngineProgram:
-        """Return the engine installed in `home`, or where `home_variable` says; raise `EngineError` if it is not there."""
+    def find(cls, folder: Path, /) -> EngineProgram:
+        """Return the engine installed in a folder; raise `EngineError` if it is not there."""
 
     @abstractmethod
     def version(self) -> str:
@@ -196,6 +200,12 @@ class EngineProgram(ABC):
 
 
 def find_engine(name: str, home: Path | None) -> EngineProgram:
-    """Return the installed engine of a name; raise `EngineError` if it is not found."""
+    """Return the engine of a name, installed in `home` or where its variable says; raise `EngineError` if it is not found."""
     program: type[EngineProgram] = resolve_name(PROGRAMS[name])
-    return program.find(home)
+    folder = home or os.environ.get(program.home_variable)
+    if not folder:
+        raise EngineError(
+            f"where {program.title} is installed is not known: name the folder of {program.home} with --engine-home or "
+            f"{program.home_variable}"
+        )
+    return program.find(Path(folder))

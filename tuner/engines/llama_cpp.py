@@ -40,6 +40,7 @@ class LlamaCppServer(EngineProgram):
 
     title: ClassVar[str] = "llama.cpp"
     counters: ClassVar[str] = "llamacpp:spec_decode_"
+    home: ClassVar[str] = f"its sources, which hold {CONVERTER}"
     home_variable: ClassVar[str] = "LLAMA_CPP"
     target_files: ClassVar[tuple[str, ...]] = (TARGET,)
     starts_at_once: ClassVar[bool] = True
@@ -49,15 +50,8 @@ class LlamaCppServer(EngineProgram):
     server: Path
 
     @classmethod
-    def find(cls, home: Path | None) -> LlamaCppServer:
-        """Return the engine whose sources are in `home`; the server is in its `build/bin` or on the PATH."""
-        named = os.environ.get(cls.home_variable)
-        sources = home or (Path(named) if named else None)
-        if sources is None:
-            raise EngineError(
-                f"where llama.cpp is installed is not known: name the folder of its sources, which hold {CONVERTER}, with "
-                f"--engine-home or {cls.home_variable}"
-            )
+    def find(cls, sources: Path, /) -> LlamaCppServer:
+        """Return the engine whose sources are in this folder; the server is in its `build/bin` or on the PATH."""
         if not (sources / CONVERTER).is_file():
             raise EngineError(f"{sources} does not hold llama.cpp's sources: there is no {CONVERTER}")
         built = sources / BUILT / SERVER

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,21 +54,15 @@ class VllmServer(EngineProgram):
 
     title: ClassVar[str] = "vLLM"
     counters: ClassVar[str] = "vllm:spec_decode_"
+    home: ClassVar[str] = "its virtual environment"
     home_variable: ClassVar[str] = "SDTUNE_VLLM"
     start_seconds: ClassVar[float] = 600.0
 
     python: Path
 
     @classmethod
-    def find(cls, home: Path | None) -> VllmServer:
-        """Return the engine in the virtual environment `home`."""
-        named = os.environ.get(cls.home_variable)
-        environment = home or (Path(named) if named else None)
-        if environment is None:
-            raise EngineError(
-                f"where vLLM is installed is not known: name the folder of its virtual environment with --engine-home or "
-                f"{cls.home_variable}"
-            )
+    def find(cls, environment: Path, /) -> VllmServer:
+        """Return the engine in this virtual environment."""
         python = environment.absolute() / PYTHON
         if not python.exists():
             raise EngineError(f"{environment} is no virtual environment: there is no {PYTHON}")
