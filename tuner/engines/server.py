@@ -150,10 +150,10 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def reason_in(log: Path) -> str:
-    """Return the first exception in a log, from which others follow, or its last lines as one."""
+    """Return the first exception in a log, from which others follow, with the last one, or else the last lines as one."""
     text = log.read_text(encoding="utf-8", errors="replace")
-    if (found := EXCEPTION.search(text)) is not None:
-        return found[1].strip()
+    if found := EXCEPTION.findall(text):
+        return " | ".join(dict.fromkeys((found[0].strip(), found[-1].strip())))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " | ".join(lines[-LOG_LINES:]) or "it wrote nothing"
 
