@@ -46,7 +46,9 @@ def main() -> None:
         OwnDecoding(PLAIN, plain_decoder(target), eos),
         OwnDecoding(PROFILE, decoder, eos),
     ]
-    settings = ServerSettings(context=2048, threads=args.threads)
+    settings = ServerSettings.of(
+        task.prompts.held_out, task.config.max_new_tokens, target.config, threads=args.threads, engine_args=None
+    )
     with ExitStack() as running:
         logs = Path(running.enter_context(tempfile.TemporaryDirectory()))
         for folder in args.folders:

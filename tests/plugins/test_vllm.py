@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from decoding.draft_length import AdaEdl, AnyRule, BetaThompson, DraftDistribution, Fixed, TopProbability
 from decoding.drafts import Draft, EarlyExit, FixedLeaves, LayerSkip, Lookup, PlainDecoding, PromptLookup, SuffixDraft
@@ -284,3 +285,34 @@ def test_each_drafted_token_is_sampled_with_its_requests_settings() -> None:
     assert sampler.apply_top_k_top_p(torch.zeros(1, 5), torch.tensor([3]), 1.0).tolist() == [[4.0] * 5]
     other = SimpleNamespace(__name__="vllm.sampler", expand_batch_to_tokens=own)
     assert "vLLM's sampler.apply_top_k_top_p has other parameters" in str(sampling.mend(other))
+
+
+@pytest.mark.parametrize(
+    ("stored", "reason"),
+    [("norm", None), ("norm other", "has weights"), ("", "lacks weights of Linear: model.layers.2")],
+)
+def test_a_head_is_loaded_as_one_more_block_or_refused(stored: str, reason: str | None, tmp_path: Path) -> None:
+    from sdtune_vllm.blocks import _fill
+    from sdtune_vllm.settings import UnsupportedError
+
+    class Target(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = torch.nn.Module()
+            self.model.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2, bias=False) for _ in range(2))
+
+        def load_weights(self, named: Any) -> set[str]:
+            for name, tensor in named:
+                dict(self.named_parameters())[name].data.copy_(tensor)
+            return {name for name, _ in named}
+
+    target, head, file = Target(), torch.nn.Linear(2, 2, bias=False), tmp_path / "head.safetensors"
+    names = {"norm": "weight", "other": "bias"}
+    save_file({names[each]: torch.full((2, 2), 7.0) for each in stored.split()}, file)
+    if reason is None:
+        _fill(target, head, file)
+        assert head.weight.eq(7.0).all()
+    else:
+        with pytest.raises(UnsupportedError, match=reason):
+            _fill(target, head, file)
+    assert len(target.model.layers) == 2

@@ -52,12 +52,12 @@ class ServerSettings:
 
     context: int
     """Positions that a sequence may take, prompt included."""
+    cache_values: int
+    """Numbers in the keys and values of one position of the target."""
     threads: int | None = None
     """CPU threads; None for the engine's own choice."""
     sequences: int = 1
     """Number of sequences decoded at a time."""
-    cache_values: int = 0
-    """Numbers in the keys and values of one position of the target."""
     arguments: tuple[str, ...] = ()
     """The user's own flags."""
 
@@ -76,7 +76,7 @@ class ServerSettings:
         limit = getattr(config, "max_position_embeddings", None)
         wanted = max(len(prompt.token_ids) for prompt in prompts) + max_new_tokens + ROOM
         context = wanted if limit is None else min(wanted, limit)
-        return cls(context, threads, sequences, cache_values(config), tuple(shlex.split(engine_args or "")))
+        return cls(context, cache_values(config), threads, sequences, tuple(shlex.split(engine_args or "")))
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def served(
     program: EngineProgram, plan: Plan | Served, settings: ServerSettings, flags: Sequence[str], log: Path
 ) -> AbstractContextManager[Client]:
     """Return a server of the export with these flags of a draft, or without any; it runs while the context does."""
-    torch.cuda.empty_cache()  # what this process holds on the GPU without using it is the server's
+    torch.cuda.empty_cache()  # the server can use the GPU's memory that torch only keeps
     port = free_port()
     launch = program.launch(plan, settings, port, flags)
     return serving(launch, Client(port, program.title), log, start_seconds=program.start_seconds)

@@ -207,9 +207,10 @@ class VllmServer(EngineProgram):
 
 
 def _cache_bytes(settings: ServerSettings, dtype: str, *, drafts: bool) -> int:
-    """Return the bytes of keys and values for a server's requests: layers of different kinds may leave half of them unused.
+    """Return the bytes of keys and values for a server's requests.
 
-    A draft model has at most as many layers as the target.
+    They are twice those of the positions, as layers of different kinds may leave half of a block unused; a draft model is taken to
+    need no more than the target.
     """
     positions = settings.sequences * settings.context + SPARE_POSITIONS
     return (3 if drafts else 2) * settings.cache_values * DTYPES[dtype].itemsize * positions

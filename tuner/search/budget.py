@@ -29,7 +29,7 @@ WARMED = 1.2
 PAIRED = 2 * WARMED
 """Seconds of measuring a candidate as slow as plain decoding, over those of plain decoding: both, and their warm-up."""
 HOPED = 1.5 * WARMED
-"""The same of a candidate twice as fast as plain decoding: one that turns out to be slower in a trial needs no confirmation."""
+"""The same of a candidate twice as fast as plain decoding, as the shortest end is planned; a slower one takes longer."""
 STOCK = 6.0
 """Seconds of comparing with stock generation, over those of plain decoding: two of our decoders, and two slower ones."""
 WRITING_SECONDS = 6.0

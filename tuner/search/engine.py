@@ -118,7 +118,7 @@ class EngineArena:
 
         Raises `EngineError` if the engine does not start, or runs none of them.
         """
-        _ = self.servers.plain  # what it is refused for, every draft would be
+        _ = self.servers.plain  # started here: an engine that does not start would be started again for each draft
         heat = Heat(self.servers.program, self.servers.exports.rules, self.bench(bench), self.progress)
         heat.run(best, indices, may_go_on)
         return heat.entrants(count)

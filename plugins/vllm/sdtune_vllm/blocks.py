@@ -118,7 +118,7 @@ def _fill(target: Any, head: nn.Module, file: Path) -> None:
             named = {f"{place}.{name}": weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118 - no dict
         loaded = target.load_weights(named.items())
     except (KeyError, ValueError) as cause:
-        raise UnsupportedError(f"{file} has weights that {type(head).__name__} lacks: {cause}") from None
+        raise UnsupportedError(f"{file} has weights that {type(head).__name__} lacks") from cause
     finally:
         del layers[-1]
     if missing := {f"{place}.{name}" for name, _ in head.named_parameters()} - loaded:

@@ -84,7 +84,7 @@ def test_where_memory_is_short_the_servers_of_other_candidates_end(
     monkeypatch.setattr("tuner.engines.bench.served", served)
     program: Any = SimpleNamespace(complete=lambda *asked: None)
     exports: Any = SimpleNamespace(plain=None, write=lambda candidate: (None, (candidate,)))
-    with EngineServers(program, exports, ServerSettings(64), tmp_path, (1,)) as servers:
+    with EngineServers(program, exports, ServerSettings(64, cache_values=48), tmp_path, (1,)) as servers:
         assert servers.plain
         for candidate in ("one", "two"):
             servers.drafted(cast(Any, candidate))
