@@ -24,19 +24,24 @@ OLD_TOLERANCE = 0.08
 """Of the largest logit: what two computations in bfloat16 were allowed to differ by before blocks were checked."""
 
 
-def deep_model(dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
-    """Return an ordinary random model of 30 layers whose rounding grows from layer to layer."""
+def deep_model(
+    dtype: torch.dtype = torch.bfloat16, *, num_layers: int = 30, seed: int = 3, huge: float = 1.0
+) -> PreTrainedModel:
+    """Return an ordinary random model whose rounding grows from layer to layer; `huge` multiplies one state."""
     config = LlamaConfig(
         vocab_size=96,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=30,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         initializer_range=0.4,
     )
-    torch.manual_seed(3)
-    return LlamaForCausalLM(config).to(dtype).eval()
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0] *= huge
+    return model.to(dtype).eval()
 
 
 def checked(model: PreTrainedModel) -> Target:
@@ -75,6 +80,11 @@ def test_rounding_that_makes_logits_differ_is_accepted() -> None:
         logits.append(each.forward(ids[:, 6:11], cache, 6).float())
     distance = (logits[0] - logits[1]).abs().max() / logits[1].abs().max()
     assert distance > OLD_TOLERANCE, "a fixed distance would have refused this runner"
+
+
+@pytest.mark.usefixtures("other_rounding")
+def test_rounding_of_a_huge_state_is_accepted_where_the_eager_output_is_exact_by_luck() -> None:
+    checked(deep_model(num_layers=6, seed=4, huge=30.0))
 
 
 def wrong_mask(patch: pytest.MonkeyPatch) -> None:
