@@ -236,7 +236,8 @@ class Checks:
 
     def skips(self, skip_attention: Sequence[int], skip_mlp: Sequence[int]) -> None:
         """Raise `UnsupportedModelError` unless a few tokens run without these sublayers."""
-        check_skips(self._plain, skip_attention, skip_mlp)
+        known = tuple(skip_attention), tuple(skip_mlp)
+        self._once(known, lambda: check_skips(self._plain, *known))
 
     def padding(self) -> None:
         """Raise `UnsupportedRequestError` if the output depends on padding on the left: sequences are decoded without it."""

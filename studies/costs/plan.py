@@ -5,6 +5,7 @@ Passes are few, and different enough to separate all terms.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -22,6 +23,8 @@ NUM_HELD_OUT_QUANTISED = 2
 """Number of skips that quantised passes for the error have, in each precision."""
 BOUNDARIES = (0.5, 0.25, 0.75)
 """Relative depths at which verifications for the fit resume; each width uses the next one in turn."""
+RESUMED_AGAIN = 3
+"""Of that many widths, one resumes after every context: what a block and what the rest of a pass costs hardly depends on it."""
 
 
 def plan_passes(terms: Terms, seed: int) -> tuple[list[Pass], list[Pass]]:
@@ -50,7 +53,7 @@ def plan_passes(terms: Terms, seed: int) -> tuple[list[Pass], list[Pass]]:
             *quantised,
         ],
         [
-            *_steps(held_out or fitted[-1:], terms.contexts),
+            *_checks(held_out or fitted[-1:], terms.contexts),
             *held_out_narrow,
             *_resumed(terms, stream),
             *held_out_quantised,
@@ -73,7 +76,7 @@ def _quantised(
         timed += _steps(every, terms.contexts[:1])
         narrow = _narrow(terms, FITTED_TOKENS)
         timed += [DraftStep(every[0], terms.contexts[0], num_tokens=each) for each in narrow]
-        checked += _steps(others, terms.contexts)
+        checked += _checks(others, terms.contexts)
     return timed, checked
 
 
@@ -86,14 +89,20 @@ def _steps(skips: Iterable[LayerSkip], contexts: Sequence[int]) -> Iterator[Pass
     return (DraftStep(skip, context) for skip in skips for context in contexts)
 
 
+def _checks(skips: Sequence[LayerSkip], contexts: Sequence[int]) -> Iterator[DraftStep]:
+    """Return a draft step of each skip after the first context, and of every other one after the others too."""
+    return itertools.chain(_steps(skips, contexts[:1]), _steps(skips[::2], contexts[1:]))
+
+
 def _verifications(terms: Terms) -> Iterator[Pass]:
-    """Yield full verifications at all widths, and resuming ones at widths above 1."""
-    num_layers = terms.kinds.num_layers
+    """Yield full verifications at all widths, and resuming ones at widths above 1, at the widest after every context."""
+    num_layers, last = terms.kinds.num_layers, len(terms.widths) - 1
     for context in terms.contexts:
         for number, width in enumerate(terms.widths):
             yield Verification(width, context)
+            resumes = context == terms.contexts[0] or (last - number) % RESUMED_AGAIN == 0
             boundary = round(num_layers * BOUNDARIES[number % len(BOUNDARIES)])
-            if width > 1 and 0 < boundary < num_layers:
+            if resumes and width > 1 and 0 < boundary < num_layers:
                 yield Verification(width, context, boundary)
 
 

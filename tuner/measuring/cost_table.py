@@ -137,7 +137,7 @@ class PassTimer:
         self._drafters: dict[tuple[LayerSkip, int | None], LayerSkipDrafter] = {}
         self._views: dict[int, ResumeView] = {}
         self._batches: dict[int, PromptedBatch] = {}
-        self._states: dict[tuple[int, int], dict[Prompted, Tensor]] = {}
+        self._states: dict[int, dict[Prompted, Tensor]] = {}
         self._prepared = set[Pass]()
 
     def __enter__(self) -> Self:
@@ -197,13 +197,16 @@ class PassTimer:
         key = skip, num_tokens
         if key not in self._drafters:
             vocabulary = num_tokens and DraftVocabulary.of_most_frequent(num_tokens, self._target.config.vocab_size)
-            self._drafters[key] = LayerSkipDrafter(self._target, skip, vocabulary=vocabulary or None)
+            # Without prefix reuse, as whether a verification may resume there costs more passes to find out than it changes a step.
+            self._drafters[key] = LayerSkipDrafter(
+                self._target, skip, prefix_reuse=False, vocabulary=vocabulary or None
+            )
         return self._drafters[key]
 
     def _resumed(self, width: int, boundary: int, context: int) -> Callable[[Prompted], object]:
         """Return a verification that resumes at block `boundary`."""
         view = self._views.setdefault(boundary, ResumeView(self._target, boundary))
-        states = self._states_before(boundary, context)
+        states = self._states_after(context)
 
         def verify(sequence: Prompted) -> None:
             known = states[sequence][..., : width - 1, :]
@@ -211,21 +214,19 @@ class PassTimer:
 
         return verify
 
-    def _states_before(self, boundary: int, context: int) -> dict[Prompted, Tensor]:
-        """Return the input of block `boundary` at the next positions of each sequence, [.., positions, hidden]."""
-        key = boundary, context
-        if key not in self._states:
-            view, states = TappedView(self._target, boundary), dict[Prompted, Tensor]()
+    def _states_after(self, context: int) -> dict[Prompted, Tensor]:
+        """Return states at the next positions of each sequence, [.., positions, hidden]: block 1's, as values take no time."""
+        if context not in self._states:
+            view, states = TappedView(self._target, 1), dict[Prompted, Tensor]()
 
             def keep(sequence: Prompted) -> None:
-                tokens = sequence.ahead(self._room)
-                found = view.run(tokens, sequence.cache, sequence.cache.length).states
+                found = view.run(sequence.ahead(self._room), sequence.cache, sequence.cache.length).states
                 assert found is not None, "the boundary is tapped"
                 states[sequence] = found
 
             self._batches[context].all(keep)
-            self._states[key] = states
-        return self._states[key]
+            self._states[context] = states
+        return self._states[context]
 
 
 def resolve_terms(
