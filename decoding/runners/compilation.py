@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +53,10 @@ class CompiledBlocks:
         self.problem: str | None = None
         self.is_new = False
         """True if the coming passes may be of a kind that is not compiled yet."""
-        # torch counts compiled graphs per code object: each model gets its own copy.
-        own = types.FunctionType(_call_block.__code__.replace(), _call_block.__globals__)
+        # torch counts compiled graphs per code object, and makes numbers that vary inputs of the code by its name: each model gets
+        # a copy with a name of its own.
+        code = _call_block.__code__.replace(co_name=f"call_block_{uuid4().hex}")
+        own = types.FunctionType(code, _call_block.__globals__)
         self._listener = _Listener()
         compiler = partial(_compile_audibly, self._listener, compiler_options(device))
         self._compiled: BlockCall = torch.compile(own, fullgraph=True, backend=compiler)

@@ -5,7 +5,6 @@ Passes are few, and different enough to separate all terms.
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -89,9 +88,10 @@ def _steps(skips: Iterable[LayerSkip], contexts: Sequence[int]) -> Iterator[Pass
     return (DraftStep(skip, context) for skip in skips for context in contexts)
 
 
-def _checks(skips: Sequence[LayerSkip], contexts: Sequence[int]) -> Iterator[DraftStep]:
-    """Return a draft step of each skip after the first context, and of every other one after the others too."""
-    return itertools.chain(_steps(skips, contexts[:1]), _steps(skips[::2], contexts[1:]))
+def _checks(skips: Sequence[LayerSkip], contexts: Sequence[int]) -> Iterator[Pass]:
+    """Yield a draft step of each skip after the first context, and of every other one after the others too."""
+    yield from _steps(skips, contexts[:1])
+    yield from _steps(skips[::2], contexts[1:])
 
 
 def _verifications(terms: Terms) -> Iterator[Pass]:

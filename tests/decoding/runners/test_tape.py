@@ -161,3 +161,13 @@ def test_decoding_with_prepared_passes_calls_no_block(monkeypatch: pytest.Monkey
     for draft in (LayerSkip(skip_attention=(1,), skip_mlp=(2,)), LayerSkip(skip_mlp=(4,), bits=4)):
         assert Decoder(target, draft, Fixed(max_tokens=3)).generate(request).tokens == expected
     assert getattr(target.runner.block_call, "problem", "missing") is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by modules that torch's compiler imports
+def test_passes_are_recorded_whatever_other_numbers_an_earlier_model_of_the_process_had() -> None:
+    for eps in (1e-6, 1e-5):
+        target = Target(build("llama", rms_norm_eps=eps), "static")
+        plain_decoder(target).prepare(4, 13)
+        recorder = target.runner._recorder
+        assert isinstance(recorder, Tapes)
+        assert set(recorder.problems.values()) == {None}
