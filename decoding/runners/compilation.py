@@ -53,8 +53,8 @@ class CompiledBlocks:
         self.problem: str | None = None
         self.is_new = False
         """True if the coming passes may be of a kind that is not compiled yet."""
-        # torch counts compiled graphs per code object, and makes numbers that vary inputs of the code by its name: each model gets
-        # a copy with a name of its own.
+        # torch counts compiled graphs per code object. By the code's name it remembers numbers that differed between calls, and
+        # compiles them as inputs, which no tape can record. So each model gets a copy with its own name.
         code = _call_block.__code__.replace(co_name=f"call_block_{uuid4().hex}")
         own = types.FunctionType(code, _call_block.__globals__)
         self._listener = _Listener()

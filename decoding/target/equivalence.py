@@ -388,7 +388,8 @@ def _only_rounded(found: Tensor, usual: Tensor, best: Tensor, first: int) -> boo
 def _allowed(own: Tensor, size: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the error that an output of `size` may have at each position, given the eager one's own.
 
-    Where one huge state dominates, the eager output may be exact by luck: at no position is less allowed than its usual error.
+    Where one huge state dominates, the eager output may be exact at a position by luck. Every position is therefore allowed
+    `FACTOR` times the eager output's usual error, which is the median over positions, relative to the size.
     """
     usual = size * (own / size.clamp_min(torch.finfo(size.dtype).tiny)).median(-1, keepdim=True).values
     return torch.maximum(FACTOR * torch.maximum(own, usual), ALWAYS_ALLOWED[dtype] * size)

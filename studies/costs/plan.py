@@ -23,7 +23,8 @@ NUM_HELD_OUT_QUANTISED = 2
 BOUNDARIES = (0.5, 0.25, 0.75)
 """Relative depths at which verifications for the fit resume; each width uses the next one in turn."""
 RESUMED_AGAIN = 3
-"""Of that many widths, one resumes after every context: what a block and what the rest of a pass costs hardly depends on it."""
+"""After contexts beyond the first, verifications resume at one of that many widths: how the cost of a pass divides between its
+blocks and the rest hardly depends on the context."""
 
 
 def plan_passes(terms: Terms, seed: int) -> tuple[list[Pass], list[Pass]]:
@@ -89,13 +90,16 @@ def _steps(skips: Iterable[LayerSkip], contexts: Sequence[int]) -> Iterator[Pass
 
 
 def _checks(skips: Sequence[LayerSkip], contexts: Sequence[int]) -> Iterator[Pass]:
-    """Yield a draft step of each skip after the first context, and of every other one after the others too."""
+    """Yield a draft step of each skip after the first context, and of every second skip after each further context."""
     yield from _steps(skips, contexts[:1])
     yield from _steps(skips[::2], contexts[1:])
 
 
 def _verifications(terms: Terms) -> Iterator[Pass]:
-    """Yield full verifications at all widths, and resuming ones at widths above 1, at the widest after every context."""
+    """Yield full verifications at all widths, and resuming ones at widths above 1, fewer of them after the first context.
+
+    The widest resumes after every context.
+    """
     num_layers, last = terms.kinds.num_layers, len(terms.widths) - 1
     for context in terms.contexts:
         for number, width in enumerate(terms.widths):

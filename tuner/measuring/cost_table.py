@@ -197,7 +197,7 @@ class PassTimer:
         key = skip, num_tokens
         if key not in self._drafters:
             vocabulary = num_tokens and DraftVocabulary.of_most_frequent(num_tokens, self._target.config.vocab_size)
-            # Without prefix reuse, as whether a verification may resume there costs more passes to find out than it changes a step.
+            # Prefix reuse hardly changes a step, and would first check with several passes that a verification may resume.
             self._drafters[key] = LayerSkipDrafter(
                 self._target, skip, prefix_reuse=False, vocabulary=vocabulary or None
             )
@@ -215,7 +215,10 @@ class PassTimer:
         return verify
 
     def _states_after(self, context: int) -> dict[Prompted, Tensor]:
-        """Return states at the next positions of each sequence, [.., positions, hidden]: block 1's, as values take no time."""
+        """Return states at the next positions of each sequence, [.., positions, hidden].
+
+        They are those before block 1, for every boundary: a pass takes the same time whatever the values.
+        """
         if context not in self._states:
             view, states = TappedView(self._target, 1), dict[Prompted, Tensor]()
 

@@ -129,6 +129,12 @@ def test_in_a_short_search_trials_get_fewer_prompts_and_the_best_is_confirmed_wi
     assert "tried on 3 of 4 tuning prompts a trial, to keep within --timeout" in result.cuts
 
 
+def test_a_single_finalist_is_confirmed_without_a_race(run_timed: RunTimed) -> None:
+    result, _, _ = run_timed(None, trials=1)
+    assert (result.winner.study, result.race) == ("conf_layers", ())
+    assert result.confirmed.num_prompts == 12
+
+
 def test_bench_and_export_of_a_search_that_was_cut_use_prompts_that_it_never_saw(
     run_timed: RunTimed, prompts_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
