@@ -90,7 +90,7 @@ class End:
         return sum(self._parts(plain).values()) + self.beside + self.heat
 
     def fitted(self, plain: Seconds, seconds: float) -> End:
-        """Return these sizes with an eighth off the costliest part until all fit in `seconds`, or no part is above the `least`.
+        """Return these sizes with one off the costliest part until all fit in `seconds`, or no part is above the `least`.
 
         Two finalists are left to race.
         """
@@ -101,7 +101,7 @@ class End:
             if not above:
                 break
             name = max(above, key=lambda each: parts[each])
-            fewer = max(getattr(floor, name), (getattr(sizes, name) * 7 - 1) // 8)
+            fewer = getattr(sizes, name) - 1
             if name == "stock" and fewer < LEAST_STOCK:  # without it there is room for more of the others
                 return replace(self, stock=0).fitted(plain, seconds)
             sizes = replace(sizes, **{name: fewer})
@@ -159,7 +159,7 @@ class Budget:
         else:
             least = count = min(wanted, self.of_trial + 1)  # one may be too short
         while count > least and count * self.plain.first > PLAIN_SHARE * self.left:
-            count = max(least, (count * 7 - 1) // 8)
+            count -= 1
         self.cut("tuned", count, wanted, f"tuning {self.unit}")
         self._race_on(count)
         return count

@@ -55,11 +55,11 @@ class StudyRuns:
         names = self.task.config.study
         for number, name in enumerate(names):
             with clock.stage(Stage.CHOOSING):
-                share = self.task.budget.left_for_trials / (len(names) - number)
-                until = self.task.budget.left - share  # preparing takes time of the share too
-                settings = self.task.config.study_settings(name)
-                sampler, stored = self._open(name, settings, share)
-                self.task.budget.fit_trials(self.task.budget.left)  # preparing may have taken longer than was thought
+                budget, settings = self.task.budget, self.task.config.study_settings(name)
+                sampler, stored = self._open(name, settings, budget.left_for_trials / (len(names) - number))
+                budget.fit_trials(budget.left)  # preparing may have taken longer than was thought
+                # Shared out anew: preparing takes time of race and confirmation too, not of the trials alone.
+                until = budget.left - budget.left_for_trials / (len(names) - number)
                 done = len(stored.records())
                 if done:
                     self.progress.say(f"{name}: {done} finished trials found in {self.store.url}, going on from there")
@@ -71,7 +71,7 @@ class StudyRuns:
                     sampler,
                     stored,
                     self.bench,
-                    self.bench.indices[: self.task.budget.of_trial],
+                    self.bench.indices[: budget.of_trial],
                     most=most,
                     patience=settings.idle_limit,
                     limit=self._time(until, stored.records if name == names[-1] else self.store.records),

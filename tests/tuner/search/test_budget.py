@@ -19,7 +19,7 @@ def test_all_is_done_where_time_allows() -> None:
 
 def test_the_costliest_part_is_cut_first_and_nothing_below_the_least() -> None:
     fitted = END.fitted(PLAIN, END.seconds(PLAIN) - 1.0)
-    assert fitted == End(finalists=4, raced=8, confirmed=1, held_out=24, stock=6, beside=6.0)
+    assert fitted == End(finalists=4, raced=8, confirmed=1, held_out=27, stock=6, beside=6.0)
     shortest = End(2, 4, 1, LEAST_HELD_OUT, 0, 6.0)
     assert END.fitted(PLAIN, 0.0) == shortest
     assert END.least == replace(shortest, finalists=1, paired=HOPED), "one needs no race"
@@ -41,7 +41,7 @@ def test_what_the_comparison_leaves_goes_to_the_held_out_prompts() -> None:
     seconds = 120.0
     fitted = End(confirmed=1, held_out=28, stock=6, beside=6.0).fitted(PLAIN, seconds)
     assert fitted == without.fitted(PLAIN, seconds)
-    assert seconds * 0.7 < fitted.seconds(PLAIN) <= seconds
+    assert seconds * 0.9 < fitted.seconds(PLAIN) <= seconds
 
 
 def test_a_trial_gets_fewer_prompts_where_one_would_take_most_of_the_time() -> None:

@@ -193,6 +193,16 @@ def test_surveys_stop_at_their_share(run_timed: RunTimed, monkeypatch: pytest.Mo
     assert simulated.now <= 150 * TOLERANCE
 
 
+def test_long_surveys_leave_trials_as_much_as_race_and_confirmation(
+    run_timed: RunTimed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _slow_surveys(monkeypatch, 60.0)
+    result, _, _ = run_timed(180, **JOINT)
+    assert result.stages[Stage.CHOOSING] > 60
+    after = (Stage.RACE, Stage.CONFIRMATION, Stage.STOCK)
+    assert result.stages[Stage.TRIALS] > sum(result.stages[stage] for stage in after)
+
+
 def test_a_search_whose_surveys_take_all_its_time_ends_with_a_profile(
     run_timed: RunTimed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
