@@ -23,7 +23,7 @@ namespace {
 constexpr int64_t kRows = 4;
 constexpr int64_t kMaxPositions = kLanes == 16 ? 6 : 3;  // at once: as many sums as fit in registers
 constexpr int64_t kBytesPerThread = 1 << 16;
-constexpr int64_t kBytesAhead = 4096;  // beyond a page, where the processor does not prefetch by itself
+constexpr int64_t kBytesAhead = 1024;
 
 // How weights and values are multiplied: `kStep` at a time, values stored as `Stored`.
 struct Float32 {
@@ -99,9 +99,11 @@ struct Product {
     const int64_t inputs = this->inputs, stride = values.stride, apart = step * inputs;
     const Value* w = weight + row * inputs;
     const auto* x = values.data + position * stride;
-    // With few positions the processor keeps ahead by itself. The next rows come while the same rows are summed again.
-    const bool ahead = kLanes == 16 ? M >= 3 : positions > kMaxPositions;
+    // With one position the processor keeps ahead by itself, with AVX2 with a few. There the next rows come while the same rows are
+    // summed again.
+    const bool ahead = kLanes == 16 ? M >= 2 : positions > kMaxPositions;
     const int64_t bytes_ahead = kLanes == 16 ? kBytesAhead : inputs * sizeof(Value);
+    constexpr auto kCache = kLanes == 16 ? _MM_HINT_T0 : _MM_HINT_T1;
     Lanes sums[R][M];
     SDTUNE_UNROLLED
     for (auto& of_row : sums)
@@ -114,7 +116,7 @@ struct Product {
       SDTUNE_UNROLLED
       for (int r = 0; r < R; ++r) {
         const Value* from = w + r * apart + k;
-        if (ahead) _mm_prefetch((const char*)from + bytes_ahead, _MM_HINT_T1);
+        if (ahead) _mm_prefetch((const char*)from + bytes_ahead, kCache);
         const Lanes of_row = Kind::weights(from, count);
         SDTUNE_UNROLLED
         for (int m = 0; m < M; ++m) sums[r][m] = Kind::add(sums[r][m], of_row, of_position[m]);

@@ -28,6 +28,7 @@ constexpr float kSmallest = 1e-30f;
 constexpr int64_t kMaxPositions = 6;  // at once
 constexpr int64_t kBytesPerThread = 1 << 16;
 constexpr int64_t kBytesAhead = 4096;  // beyond a page, where the processor does not prefetch by itself
+constexpr int64_t kBytesSoon = 1024;   // where a pass is over in no time: into the first cache
 
 enum class Precision : int64_t { kFloat32, kBFloat16, kFloat16 };
 
@@ -186,8 +187,8 @@ struct Sums {
 };
 
 struct Int8 : Int8Weight {
-  static constexpr int kTiles = 4;   // read at a time
-  static constexpr int kSums = 10;   // pairs of sums in registers
+  static constexpr int kTiles = 4, kTilesOfOne = 8;  // read at a time, and for one position
+  static constexpr int kSums = 10;                   // pairs of sums in registers
 
   // Add the sums of `R` tiles, `step` tiles apart, for `M` positions.
   template <int R, int M>
@@ -199,7 +200,8 @@ struct Int8 : Int8Weight {
       __m512i of_tile[R];
       for (int r = 0; r < R; ++r) {
         const uint8_t* from = w + r * step * bytes + k * 16;
-        if constexpr (M >= 2) _mm_prefetch((const char*)from + kBytesAhead, _MM_HINT_T1);
+        if constexpr (M <= 2) _mm_prefetch((const char*)from + kBytesSoon, _MM_HINT_T0);
+        else _mm_prefetch((const char*)from + kBytesAhead, _MM_HINT_T1);
         of_tile[r] = _mm512_loadu_si512(from);
       }
       for (int m = 0; m < M; ++m) {
@@ -214,7 +216,7 @@ struct Int8 : Int8Weight {
 };
 
 struct Int4 : Int4Weight {
-  static constexpr int kTiles = 2, kSums = 6;
+  static constexpr int kTiles = 2, kTilesOfOne = 2, kSums = 6;
 
   template <int R, int M>
   void add(int64_t tile, int64_t step, const Values& values, int64_t position, int64_t inputs, Sums (&sums)[R][M]) const {
@@ -310,8 +312,8 @@ struct Sums {
 void prefetch(const uint8_t* from) { _mm_prefetch((const char*)from + kBytesAhead, _MM_HINT_T1); }
 
 struct Int8 : Int8Weight {
-  static constexpr int kTiles = 4;   // read at a time
-  static constexpr int kSums = 6;    // in registers
+  static constexpr int kTiles = 4, kTilesOfOne = 4;  // read at a time, and for one position
+  static constexpr int kSums = 6;                    // in registers
   static constexpr int64_t kFit = 512;  // inputs whose products fit in 32 bits: 255 * kMaxValue each
 
   // Add the sums of `R` tiles, `step` tiles apart, for `M` positions.
@@ -342,7 +344,7 @@ struct Int8 : Int8Weight {
 };
 
 struct Int4 : Int4Weight {
-  static constexpr int kTiles = 2, kSums = 6;
+  static constexpr int kTiles = 2, kTilesOfOne = 2, kSums = 6;
 
   template <int R, int M>
   void add(int64_t tile, int64_t step, const Values& values, int64_t position, int64_t inputs, Sums (&sums)[R][M]) const {
@@ -423,7 +425,7 @@ struct Product {
   // `M` positions of `T` tiles, as many tiles at once as there are registers for their sums.
   template <int T, int M>
   void compute_tiles(int64_t tile, int64_t step, int64_t position) const {
-    constexpr int kFit = Weight::kSums / M, R = kFit >= 4 ? std::min(T, 4) : kFit >= 2 ? std::min(T, 2) : 1;
+    constexpr int kFit = Weight::kSums / M, R = kFit >= 8 ? T : kFit >= 4 ? std::min(T, 4) : kFit >= 2 ? std::min(T, 2) : 1;
     for (int r = 0; r < T; r += R) compute<R, M>(tile + r * step, step, position);
   }
 
@@ -449,15 +451,22 @@ struct Product {
     }
   }
 
+  // `T` tiles at a time, each from another part of the weight, and of the rest half as many: one at a time would wait for memory.
+  template <int T, bool kOne>
+  void compute_all(int64_t first, int64_t end) const {
+    const int64_t step = (end - first) / T, rest = first + step * T;
+    for (int64_t tile = first; tile < first + step; ++tile) {
+      if constexpr (kOne) compute_tiles<T, 1>(tile, step, 0);
+      else all_positions<T>(tile, step);
+    }
+    if constexpr (T > 1) compute_all<T / 2, kOne>(rest, end);
+  }
+
   void compute() const {
     const int64_t tiles = (rows + kRows - 1) / kRows;
     const int64_t grain = std::max<int64_t>(1, kBytesPerThread / Weight::tile_bytes(inputs));
     at::parallel_for(0, tiles, grain, [this](int64_t first, int64_t end) {
-      const int64_t step = (end - first) / Weight::kTiles;
-      for (int64_t tile = first; tile < first + step; ++tile) all_positions<Weight::kTiles>(tile, step);
-      int64_t rest = first + step * Weight::kTiles;  // one tile at a time would wait for memory
-      for (; end - rest >= 2; rest += 2) all_positions<2>(rest, 1);
-      if (rest < end) all_positions<1>(rest, 0);
+      positions == 1 ? compute_all<Weight::kTilesOfOne, true>(first, end) : compute_all<Weight::kTiles, false>(first, end);
     });
   }
 };
