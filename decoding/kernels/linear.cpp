@@ -85,6 +85,11 @@ struct Operands {
   }
 };
 
+// Positions that are summed at once: part `index` of `parts`.
+struct Piece {
+  int64_t first, count, index, parts;
+};
+
 template <typename Kind>
 struct Product {
   using Value = typename Kind::Value;
@@ -95,15 +100,15 @@ struct Product {
 
   // Sums of `R` rows that are `step` rows apart, for `M` positions. All that the loop reads is local, so that it stays in registers.
   template <int R, int M>
-  void sum(int64_t row, int64_t step, int64_t position) const {
-    const int64_t inputs = this->inputs, stride = values.stride, apart = step * inputs;
+  void sum(int64_t row, int64_t step, Piece piece) const {
+    const int64_t inputs = this->inputs, stride = values.stride, apart = step * inputs, parts = piece.parts;
     const Value* w = weight + row * inputs;
-    const auto* x = values.data + position * stride;
-    // With one position the processor keeps ahead by itself, with AVX2 with a few. There the next rows come while the same rows are
-    // summed again.
-    const bool ahead = kLanes == 16 ? M >= 2 : positions > kMaxPositions;
-    const int64_t bytes_ahead = kLanes == 16 ? kBytesAhead : inputs * sizeof(Value);
-    constexpr auto kCache = kLanes == 16 ? _MM_HINT_T0 : _MM_HINT_T1;
+    const auto* x = values.data + piece.first * stride;
+    // What is read next is asked for. With one position the processor keeps ahead by itself, with AVX2 with a few. Of several pieces
+    // each asks for a part of the next rows: memory would wait while rows are read again.
+    const bool ahead = parts > 1 || (kLanes == 16 && M >= 2);
+    const Value* next = parts == 1 ? w + kBytesAhead / sizeof(Value) : w + inputs + inputs * piece.index / parts;
+    const int64_t next_step = Kind::kStep / parts;
     Lanes sums[R][M];
     SDTUNE_UNROLLED
     for (auto& of_row : sums)
@@ -116,11 +121,13 @@ struct Product {
       SDTUNE_UNROLLED
       for (int r = 0; r < R; ++r) {
         const Value* from = w + r * apart + k;
-        if (ahead) _mm_prefetch((const char*)from + bytes_ahead, kCache);
+        if (ahead && parts == 1) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T0);
+        else if (ahead) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T1);
         const Lanes of_row = Kind::weights(from, count);
         SDTUNE_UNROLLED
         for (int m = 0; m < M; ++m) sums[r][m] = Kind::add(sums[r][m], of_row, of_position[m]);
       }
+      next += next_step;
     };
     const int64_t rest = inputs % Kind::kStep, whole = inputs - rest;
     for (int64_t k = 0; k < whole; k += Kind::kStep) accumulate(k, std::integral_constant<int64_t, Kind::kStep>());
@@ -129,28 +136,28 @@ struct Product {
     for (int m = 0; m < M; ++m)
       SDTUNE_UNROLLED
       for (int r = 0; r < R; ++r)
-        outputs[(position + m) * rows + row + r * step] = Kind::rounded(sum_of(sums[r][m]));
+        outputs[(piece.first + m) * rows + row + r * step] = Kind::rounded(sum_of(sums[r][m]));
   }
 
   template <int R>
-  void sum(int64_t row, int64_t step, int64_t position, int64_t count) const {
-    switch (count) {
-      case 1: return sum<R, 1>(row, step, position);
-      case 2: return sum<R, 2>(row, step, position);
-      case 3: return sum<R, 3>(row, step, position);
-      case 4: return sum<R, 4>(row, step, position);
-      case 5: return sum<R, 5>(row, step, position);
-      default: return sum<R, 6>(row, step, position);
+  void sum(int64_t row, int64_t step, Piece piece) const {
+    switch (piece.count) {
+      case 1: return sum<R, 1>(row, step, piece);
+      case 2: return sum<R, 2>(row, step, piece);
+      case 3: return sum<R, 3>(row, step, piece);
+      case 4: return sum<R, 4>(row, step, piece);
+      case 5: return sum<R, 5>(row, step, piece);
+      default: return sum<R, 6>(row, step, piece);
     }
   }
 
   // All positions for these rows, which stay in the first cache meanwhile.
   template <int R>
   void all_positions(int64_t row, int64_t step) const {
-    const int64_t pieces = (positions + kMaxPositions - 1) / kMaxPositions;
-    for (int64_t piece = 0; piece < pieces; ++piece) {
-      const int64_t first = positions * piece / pieces;
-      sum<R>(row, step, first, positions * (piece + 1) / pieces - first);
+    const int64_t parts = (positions + kMaxPositions - 1) / kMaxPositions;
+    for (int64_t i = 0; i < parts; ++i) {
+      const int64_t first = positions * i / parts;
+      sum<R>(row, step, {first, positions * (i + 1) / parts - first, i, parts});
     }
   }
 

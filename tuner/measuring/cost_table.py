@@ -277,7 +277,7 @@ def _code_sha256() -> str:
     """Return the hash of the code that runs and times the passes: a change of it invalidates a table."""
     folders = (decoding, studies.costs)
     roots = [Path(str(folder.__file__)).parent for folder in folders]
-    files = [path for root in roots for kind in ("*.py", "*.cpp") for path in root.rglob(kind)]
+    files = [path for root in roots for kind in ("*.py", "*.cpp", "*.h") for path in root.rglob(kind)]
     return hash_json([hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted([*files, Path(__file__)])])
 
 
