@@ -23,7 +23,7 @@ namespace {
 constexpr int64_t kRows = 4;
 constexpr int64_t kMaxPositions = kLanes == 16 ? 6 : 3;  // at once: as many sums as fit in registers
 constexpr int64_t kBytesPerThread = 1 << 16;
-constexpr int64_t kBytesAhead = 1024;
+constexpr int64_t kBytesAhead = 1024;  // to prefetch, of the same rows
 
 // How weights and values are multiplied: `kStep` at a time, values stored as `Stored`.
 struct Float32 {
@@ -85,7 +85,7 @@ struct Operands {
   }
 };
 
-// Positions that are summed at once: part `index` of `parts`.
+// Positions that are summed at once: part number `index` of `parts`.
 struct Piece {
   int64_t first, count, index, parts;
 };
@@ -104,9 +104,8 @@ struct Product {
     const int64_t inputs = this->inputs, stride = values.stride, apart = step * inputs, parts = piece.parts;
     const Value* w = weight + row * inputs;
     const auto* x = values.data + piece.first * stride;
-    // What is read next is asked for. With one position the processor keeps ahead by itself, with AVX2 with a few. Of several pieces
-    // each asks for a part of the next rows: memory would wait while rows are read again.
-    const bool ahead = parts > 1 || (kLanes == 16 && M >= 2);
+    // Prefetched is what comes next. Several parts prefetch a share of the next rows each, or memory would be idle while the same rows
+    // are summed again. For one position, with AVX2 for a few, the processor prefetches well enough by itself.
     const Value* next = parts == 1 ? w + kBytesAhead / sizeof(Value) : w + inputs + inputs * piece.index / parts;
     const int64_t next_step = Kind::kStep / parts;
     Lanes sums[R][M];
@@ -121,8 +120,8 @@ struct Product {
       SDTUNE_UNROLLED
       for (int r = 0; r < R; ++r) {
         const Value* from = w + r * apart + k;
-        if (ahead && parts == 1) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T0);
-        else if (ahead) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T1);
+        if (parts > 1) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T1);
+        else if (kLanes == 16 && M >= 2) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T0);
         const Lanes of_row = Kind::weights(from, count);
         SDTUNE_UNROLLED
         for (int m = 0; m < M; ++m) sums[r][m] = Kind::add(sums[r][m], of_row, of_position[m]);

@@ -28,7 +28,7 @@ constexpr float kSmallest = 1e-30f;
 constexpr int64_t kMaxPositions = 6;  // at once
 constexpr int64_t kBytesPerThread = 1 << 16;
 constexpr int64_t kBytesAhead = 4096;  // beyond a page, where the processor does not prefetch by itself
-constexpr int64_t kBytesSoon = 1024;   // where a pass is over in no time: into the first cache
+constexpr int64_t kBytesAheadOfFew = 1024;  // for one or two positions, into the first cache
 
 enum class Precision : int64_t { kFloat32, kBFloat16, kFloat16 };
 
@@ -200,7 +200,7 @@ struct Int8 : Int8Weight {
       __m512i of_tile[R];
       for (int r = 0; r < R; ++r) {
         const uint8_t* from = w + r * step * bytes + k * 16;
-        if constexpr (M <= 2) _mm_prefetch((const char*)from + kBytesSoon, _MM_HINT_T0);
+        if constexpr (M <= 2) _mm_prefetch((const char*)from + kBytesAheadOfFew, _MM_HINT_T0);
         else _mm_prefetch((const char*)from + kBytesAhead, _MM_HINT_T1);
         of_tile[r] = _mm512_loadu_si512(from);
       }
@@ -451,7 +451,8 @@ struct Product {
     }
   }
 
-  // `T` tiles at a time, each from another part of the weight, and of the rest half as many: one at a time would wait for memory.
+  // `T` tiles at a time, each from another part of the weight. The rest goes by half as many, and so on: one tile at a time would wait
+  // for memory.
   template <int T, bool kOne>
   void compute_all(int64_t first, int64_t end) const {
     const int64_t step = (end - first) / T, rest = first + step * T;
