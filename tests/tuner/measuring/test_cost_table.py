@@ -17,6 +17,7 @@ from torch import Tensor
 from decoding.cache.kv_cache import KVCache
 from decoding.drafts import EarlyExit, LayerSkip
 from decoding.fingerprint import hash_json
+from decoding.kernels import compiled
 from decoding.runners.contract import Inputs, Outputs, Part
 from decoding.target import Target
 from decoding.target.parts import ModelPart
@@ -373,6 +374,19 @@ def test_table_is_measured_once(tmp_path: Path, measured: list[dict[str, Any]]) 
     assert stored["table"]["error"]["num_passes"] == first.error.num_passes
     assert stored["created"].startswith("20")
     assert stored["key"]["runner"] == "eager"
+
+
+def test_every_source_of_the_kernels_decides_about_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed, read_bytes = set[Path](), Path.read_bytes
+
+    def noted(path: Path) -> bytes:
+        hashed.add(path)
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", noted)
+    cost._code_sha256.__wrapped__()
+    kernels = Path(compiled.__file__).parent
+    assert {each for each in kernels.iterdir() if each.is_file()} <= hashed
 
 
 @pytest.mark.parametrize(
