@@ -14,7 +14,7 @@ from decoding.errors import UnsupportedModelError
 from decoding.kernels import attention, linear, quantised
 from decoding.kernels.compiled import CompiledFunction
 from decoding.kernels.linear import FewPositionsLinear, PackedLinear
-from decoding.kernels.quantised import MAX_INPUTS, PACKED, QuantisedLinear, TiledLinear
+from decoding.kernels.quantised import MAX_INPUTS, PACKED, QuantisedLinear, ShortlistedLinear, TiledLinear
 
 Work = Literal["linear", "attention", "int8", "int4"]
 Kernel = Literal["few positions", "packed", "attention", "tiles"]
@@ -109,6 +109,20 @@ def quantised_linear(module: nn.Linear, bits: int) -> nn.Module:
         if kernel_for(BITS[bits], weight.device).kernel is not None and weight.shape[1] <= MAX_INPUTS[bits]:
             return TiledLinear(weight, bits, bias)
         return QuantisedLinear(PACKED[bits](weight), bias)
+
+
+def quantised_lm_head(module: nn.Linear, bits: int) -> nn.Module:
+    """Return an LM head for drafts in `bits`. If a kernel computes it, the likeliest tokens have the logits of its own weights.
+
+    With AVX-512, int4 weights find these tokens. With AVX2, int4 would take longer than int8. Raises as `quantised_linear` does.
+    """
+    weight = module.weight
+    has_kernel = kernel_for(BITS[bits], weight.device).kernel is not None and weight.shape[1] <= MAX_INPUTS[4]
+    if module.bias is not None or not weight.is_contiguous() or not has_kernel:
+        return quantised_linear(module, bits)
+    found_by = quantised_linear(module, 4 if torch.cpu._is_vnni_supported() else bits)
+    assert isinstance(found_by, TiledLinear)
+    return ShortlistedLinear(weight, found_by)
 
 
 def check_quantised(device: torch.device) -> None:

@@ -5,6 +5,8 @@
 // products of bytes (VNNI), in 32 bits to the end. With AVX2 a value is an integer of 16 bits. Products of pairs are added in 32
 // bits as long as they fit, and then in float64.
 //
+// The largest outputs of a position, a shortlist, may then be replaced by products with the original weights.
+//
 // Weights lie in tiles of 16 rows, which `quantised.py` describes. A lane sums a row, so that nothing is added
 // across lanes. Several tiles are read at a time, each from another part of the weight.
 
@@ -26,11 +28,18 @@ constexpr int64_t kGroup = 32;      // inputs that share a scale and a minimum i
 constexpr int64_t kMaxValue = 127 * 128 + 63;
 constexpr float kSmallest = 1e-30f;
 constexpr int64_t kMaxPositions = 6;  // at once
+constexpr int64_t kShortlist = 16;    // largest outputs
 constexpr int64_t kBytesPerThread = 1 << 16;
 constexpr int64_t kBytesAhead = 4096;  // beyond a page, where the processor does not prefetch by itself
 constexpr int64_t kBytesAheadOfFew = 1024;  // for one or two positions, into the first cache
 
 enum class Precision : int64_t { kFloat32, kBFloat16, kFloat16 };
+
+Precision precision_of(int32_t dtype) {
+  return dtype == aoti_torch_dtype_float32()    ? Precision::kFloat32
+         : dtype == aoti_torch_dtype_bfloat16() ? Precision::kBFloat16
+                                                : Precision::kFloat16;
+}
 
 int64_t item_size(Precision precision) { return precision == Precision::kFloat32 ? 4 : 2; }
 
@@ -216,18 +225,16 @@ struct Int8 : Int8Weight {
 };
 
 struct Int4 : Int4Weight {
-  static constexpr int kTiles = 2, kTilesOfOne = 2, kSums = 6;
+  static constexpr int kTiles = 2, kTilesOfOne = 4, kSums = 10;
 
+  // Add the sums of `R` tiles, `step` tiles apart, for `M` positions.
   template <int R, int M>
   void add(int64_t tile, int64_t step, const Values& values, int64_t position, int64_t inputs, Sums (&sums)[R][M]) const {
     const int64_t count = groups(inputs);
     for (int64_t g = 0; g < count; g += 2) {
-      for (int r = 0; r < R; ++r) {
-        const int64_t first = (tile + r * step) * count + g;
-        add_minima<M>(first, values, position, g, sums[r]);
-        add_group<M>(first, values, position, g, sums[r]);
-        add_group<M>(first + 1, values, position, g + 1, sums[r]);
-      }
+      for (int r = 0; r < R; ++r) add_minima<M>((tile + r * step) * count + g, values, position, g, sums[r]);
+      add_group<R, M>(tile * count + g, step * count, values, position, g, sums);
+      add_group<R, M>(tile * count + g + 1, step * count, values, position, g + 1, sums);
     }
   }
 
@@ -242,30 +249,41 @@ struct Int4 : Int4Weight {
     }
   }
 
-  template <int M>
-  void add_group(int64_t index, const Values& values, int64_t position, int64_t group, Sums (&sums)[M]) const {
+  template <int R, int M>
+  void add_group(int64_t index, int64_t step, const Values& values, int64_t position, int64_t group, Sums (&sums)[R][M]) const {
     const int64_t padded = values.padded, first = position * padded + group * kGroup;
     const int8_t *x_high = &values.high[first], *x_low = &values.low[first];
     const uint8_t* w = tiles + index * kGroup * kRows / 2;
     const __m512i mask = _mm512_set1_epi8(15);
-    __m512i upper[M], lower[M];
-    for (int m = 0; m < M; ++m) upper[m] = lower[m] = _mm512_setzero_si512();
+    __m512i upper[R][M], lower[R][M];
+    for (int r = 0; r < R; ++r)
+      for (int m = 0; m < M; ++m) upper[r][m] = lower[r][m] = _mm512_setzero_si512();
     for (int64_t j = 0; j < 4; ++j) {
-      _mm_prefetch((const char*)w + j * 64 + kBytesAhead, _MM_HINT_T1);
-      const __m512i pairs = _mm512_loadu_si512(w + j * 64);
-      const __m512i bits[2] = {_mm512_and_si512(pairs, mask), _mm512_and_si512(_mm512_srli_epi16(pairs, 4), mask)};
+      __m512i bits[2][R];
+      for (int r = 0; r < R; ++r) {
+        const uint8_t* from = w + r * step * kGroup * kRows / 2 + j * 64;
+        if constexpr (M <= 2) _mm_prefetch((const char*)from + kBytesAheadOfFew, _MM_HINT_T0);
+        else _mm_prefetch((const char*)from + kBytesAhead, _MM_HINT_T1);
+        const __m512i pairs = _mm512_loadu_si512(from);
+        bits[0][r] = _mm512_and_si512(pairs, mask), bits[1][r] = _mm512_and_si512(_mm512_srli_epi16(pairs, 4), mask);
+      }
       for (int half = 0; half < 2; ++half) {
         for (int m = 0; m < M; ++m) {
           const int64_t k = m * padded + half * kGroup / 2 + j * 4;
-          upper[m] = _mm512_dpbusd_epi32(upper[m], bits[half], broadcast(x_high + k));
-          lower[m] = _mm512_dpbusd_epi32(lower[m], bits[half], broadcast(x_low + k));
+          const __m512i high = broadcast(x_high + k), low = broadcast(x_low + k);
+          for (int r = 0; r < R; ++r) {
+            upper[r][m] = _mm512_dpbusd_epi32(upper[r][m], bits[half][r], high);
+            lower[r][m] = _mm512_dpbusd_epi32(lower[r][m], bits[half][r], low);
+          }
         }
       }
     }
-    const __m512i of_rows = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(scales + index * kRows)));
-    for (int m = 0; m < M; ++m) {
-      sums[m].high = _mm512_add_epi32(sums[m].high, _mm512_mullo_epi32(upper[m], of_rows));
-      sums[m].low = _mm512_add_epi32(sums[m].low, _mm512_mullo_epi32(lower[m], of_rows));
+    for (int r = 0; r < R; ++r) {
+      const __m512i of_rows = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(scales + (index + r * step) * kRows)));
+      for (int m = 0; m < M; ++m) {
+        sums[r][m].high = _mm512_add_epi32(sums[r][m].high, _mm512_mullo_epi32(upper[r][m], of_rows));
+        sums[r][m].low = _mm512_add_epi32(sums[r][m].low, _mm512_mullo_epi32(lower[r][m], of_rows));
+      }
     }
   }
 };
@@ -472,7 +490,63 @@ struct Product {
   }
 };
 
+// The largest outputs of a position.
+class Shortlist {
+ public:
+  Shortlist(const char* outputs, Precision precision, int64_t rows) {
+    for (int64_t first = 0; first < rows; first += kLanes) {
+      const int64_t count = std::min(kLanes, rows - first);
+      const Lanes some = load(outputs + first * item_size(precision), precision, count);
+      if (size_ == kShortlist && !exceeds(some, smallest())) continue;
+      float each[kLanes];
+      store(each, some);
+      for (int64_t lane = 0; lane < count; ++lane) offer(first + lane, each[lane]);
+    }
+  }
+
+  const int64_t* begin() const { return rows_; }
+  const int64_t* end() const { return rows_ + size_; }
+
+ private:
+  float smallest() const { return outputs_[last_]; }
+
+  void offer(int64_t row, float output) {
+    if (size_ == kShortlist && !(output > smallest())) return;
+    const int64_t place = size_ < kShortlist ? size_++ : last_;
+    rows_[place] = row, outputs_[place] = output;
+    last_ = std::min_element(outputs_, outputs_ + size_) - outputs_;
+  }
+
+  int64_t rows_[kShortlist], size_ = 0, last_ = 0;
+  float outputs_[kShortlist];
+};
+
+float product_of(const char* a, const char* b, Precision precision, int64_t count) {
+  Lanes sums = zeros();
+  for (int64_t k = 0; k < count; k += kLanes) {
+    const int64_t at = k * item_size(precision);
+    sums = multiply_add(load(a + at, precision, count - k), load(b + at, precision, count - k), sums);
+  }
+  return sum_of(sums);
+}
+
 }  // namespace
+
+// Replace the largest outputs of each position by products with the original `weight` [rows, inputs] of their precision.
+extern "C" __attribute__((visibility("default"))) void sdtune_shortlist(
+    const void* values, const void* weight, void* outputs, int64_t positions, int64_t rows, int64_t inputs, int64_t precision) {
+  const auto kind = Precision(precision);
+  at::parallel_for(0, positions, 1, [=](int64_t first, int64_t end) {
+    for (int64_t m = first; m < end; ++m) {
+      char* of_position = (char*)outputs + m * rows * item_size(kind);
+      const char* x = (const char*)values + m * inputs * item_size(kind);
+      for (const int64_t row : Shortlist(of_position, kind, rows)) {
+        const float product = product_of(x, (const char*)weight + row * inputs * item_size(kind), kind, inputs);
+        store(of_position + row * item_size(kind), kind, 1, all(product));
+      }
+    }
+  });
+}
 
 // Multiply contiguous values. `group_scales` and `minima` are null for int8.
 extern "C" __attribute__((visibility("default"))) void sdtune_quantised(
@@ -517,10 +591,26 @@ extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_
   SDTUNE_CHECK(aoti_torch_get_data_ptr(group_scales, &by_group));
   SDTUNE_CHECK(aoti_torch_get_data_ptr(minima, &least));
   SDTUNE_CHECK(aoti_torch_get_data_ptr(*outputs, &to));
-  const Precision precision = dtype == aoti_torch_dtype_float32()    ? Precision::kFloat32
-                              : dtype == aoti_torch_dtype_bfloat16() ? Precision::kBFloat16
-                                                                     : Precision::kFloat16;
   sdtune_quantised(from, weight, by_row, num_groups ? by_group : nullptr, num_groups ? least : nullptr, to, positions,
-                   rows, sizes[dims - 1], int64_t(precision));
+                   rows, sizes[dims - 1], int64_t(precision_of(dtype)));
+  return AOTI_TORCH_SUCCESS;
+}
+
+// The same, with the original weight of a shortlist.
+extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_sdtune_shortlisted(
+    AtenTensorHandle values, AtenTensorHandle tiles, AtenTensorHandle row_scales, AtenTensorHandle group_scales,
+    AtenTensorHandle minima, AtenTensorHandle own, AtenTensorHandle* outputs) {
+  int64_t *sizes, rows, inputs, num_values;
+  int32_t dtype;
+  void *from, *weight, *to;
+  SDTUNE_CHECK(aoti_torch_cpu_sdtune_quantised(values, tiles, row_scales, group_scales, minima, outputs));
+  SDTUNE_CHECK(aoti_torch_get_sizes(own, &sizes));
+  rows = sizes[0], inputs = sizes[1];
+  SDTUNE_CHECK(aoti_torch_get_numel(values, &num_values));
+  SDTUNE_CHECK(aoti_torch_get_dtype(values, &dtype));
+  SDTUNE_CHECK(aoti_torch_get_data_ptr(values, &from));
+  SDTUNE_CHECK(aoti_torch_get_data_ptr(own, &weight));
+  SDTUNE_CHECK(aoti_torch_get_data_ptr(*outputs, &to));
+  sdtune_shortlist(from, weight, to, num_values / inputs, rows, inputs, int64_t(precision_of(dtype)));
   return AOTI_TORCH_SUCCESS;
 }

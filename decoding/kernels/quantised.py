@@ -70,6 +70,7 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 """Group scales and minima of int8. The same tensor for all layers is one input of a compiled block, in place of two for each."""
 
 MULTIPLY = CompiledFunction("quantised.cpp", "sdtune_quantised", [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 4)
+SHORTLIST = CompiledFunction("quantised.cpp", "sdtune_shortlist", [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4)
 
 
 class PackedWeight(nn.Module):
@@ -193,6 +194,29 @@ def _(values: Tensor, tiles: Tensor, scales: Tensor, group_scales: Tensor, minim
     return values.new_empty((*values.shape[:-1], scales.shape[0]))
 
 
+@torch.library.custom_op("sdtune::shortlisted", mutates_args=())
+def multiply_shortlisted(
+    values: Tensor, tiles: Tensor, scales: Tensor, group_scales: Tensor, minima: Tensor, own: Tensor
+) -> Tensor:
+    """Multiply as `multiply_integers`; the largest outputs of each position are products with `own` [outputs, inputs]."""
+    values = values.contiguous()
+    outputs = multiply_integers(values, tiles, scales, group_scales, minima)
+    SHORTLIST(
+        values.data_ptr(),
+        own.data_ptr(),
+        outputs.data_ptr(),
+        values.shape[:-1].numel(),
+        *own.shape,
+        PRECISIONS.index(values.dtype),
+    )
+    return outputs
+
+
+@multiply_shortlisted.register_fake
+def _(values: Tensor, tiles: Tensor, scales: Tensor, group_scales: Tensor, minima: Tensor, own: Tensor) -> Tensor:
+    return values.new_empty((*values.shape[:-1], own.shape[0]))
+
+
 class QuantisedRows(nn.Module):
     """A quantised linear layer, whose rows can be replaced in place."""
 
@@ -283,6 +307,22 @@ class TiledLinear(QuantisedRows):
         return outputs if self.bias is None else outputs + self.bias.to(input.dtype)
 
 
+class ShortlistedLinear(nn.Module):
+    """A linear layer by the kernel, of whose outputs the largest 16 are products with its contiguous `weight` [outputs, inputs].
+
+    `found_by` is the same layer with integer weights, without a bias, which says what outputs these are: SVD-softmax (NeurIPS
+    2017), with fewer bits in place of fewer dimensions. The weight is shared. Inference only, with inputs of its precision.
+    """
+
+    def __init__(self, weight: Tensor, found_by: TiledLinear) -> None:
+        super().__init__()
+        self.weight, self.found_by = weight, found_by
+
+    def forward(self, input: Tensor) -> Tensor:
+        by = self.found_by
+        return multiply_shortlisted(input, by.tiles, by.scales, by.group_scales, by.minima, self.weight.detach())
+
+
 def _tiles(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tiles of a weight, its group scales and its minima as the kernel reads them."""
     if isinstance(weight, Int8Weight):
@@ -300,9 +340,10 @@ def _tiles(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def register() -> None:
-    call_directly(
-        torch.ops.sdtune.quantised.default,
-        "aoti_torch_cpu_sdtune_quantised",
-        num_tensors=5,
-        size=lambda values, tiles, scales, *_: [*values.get_size()[:-1], scales.get_size()[0]],
-    )
+    for name, num_tensors in ("quantised", 5), ("shortlisted", 6):
+        call_directly(
+            getattr(torch.ops.sdtune, name).default,
+            f"aoti_torch_cpu_sdtune_{name}",
+            num_tensors,
+            size=lambda values, tiles, scales, *_: [*values.get_size()[:-1], scales.get_size()[0]],
+        )

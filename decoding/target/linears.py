@@ -21,6 +21,9 @@ from decoding.kernels.choice import check_quantised, fast_linear, quantised_line
 from decoding.target.stand_ins import with_replaced
 from decoding.target.weights import Make
 
+Pack = Callable[[nn.Linear, int], nn.Module]
+"""Returns a layer with weights of that many bits."""
+
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
 """Precisions of weights that are quantised."""
 
@@ -52,11 +55,11 @@ class QuantisedLayers:
         """Return a copy of `module` whose plain linear layers have weights of `bits`, or `module` if it has none."""
         return with_replaced(module, partial(self._quantised, bits=bits))
 
-    def layer(self, linear: Make, bits: int, name: Hashable) -> nn.Module:
-        """Return the layer that `linear` returns with weights of `bits`: the same module for a `name` while anything runs it."""
+    def layer(self, linear: Make, bits: int, name: Hashable, pack: Pack) -> nn.Module:
+        """Return what `pack` makes of the layer that `linear` returns: the same module for a `name` while anything runs it."""
         packed = self._packed.get((name, bits))
         if packed is None:
-            packed = self._copied(lambda: quantised_linear(cast(nn.Linear, linear()), bits))
+            packed = self._copied(lambda: pack(cast(nn.Linear, linear()), bits))
             self._packed[name, bits] = packed
         return packed
 
@@ -74,7 +77,7 @@ class QuantisedLayers:
             )
 
     def _quantised(self, module: nn.Module, *, bits: int) -> nn.Module:
-        return self.layer(lambda: module, bits, module) if self._is_quantised(module) else module
+        return self.layer(lambda: module, bits, module, quantised_linear) if self._is_quantised(module) else module
 
     def _is_quantised(self, module: nn.Module) -> bool:
         return is_plain_linear(module) and module.out_features not in self._router_sizes

@@ -6,7 +6,8 @@ zero. So everything after it works on the whole vocabulary: the most likely toke
 distribution over the chosen tokens, and speculative sampling judges by the distribution that was sampled from. The
 verification is the whole model's, and stays exact.
 
-A quantised draft may add the tokens of the text to a few frequent ones (`TextRows`, our formulation): what a text has said it says
+A quantised draft's LM head of all tokens has exact logits for the likeliest ones (`decoding.kernels.choice.quantised_lm_head`). Or
+the draft may add the tokens of the text to a few frequent ones (`TextRows`, our formulation): what a text has said it says
 again, and its own names and words are the rare tokens that it needs.
 """
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decoding.errors import UnsupportedModelError
+from decoding.kernels.choice import quantised_linear, quantised_lm_head
 from decoding.kernels.quantised import QuantisedRows
 from decoding.runners.contract import BlockCall
 from decoding.runners.eager import EagerRunner
@@ -207,7 +209,7 @@ class LMHeads:
         return self.whole if vocabulary is None else self._narrow(vocabulary)
 
     def quantised(self, vocabulary: DraftVocabulary | None, bits: int) -> LMHead | None:
-        """Return the LM head with weights of `bits`; as it is if it is not a plain linear layer."""
+        """Return the LM head for drafts in `bits`; as it is if it is not a plain linear layer."""
         name = find_lm_head(self._model)
         if vocabulary is not None:
             rows = self.rows_for(vocabulary)
@@ -218,7 +220,9 @@ class LMHeads:
             return self.whole
         follows_text = vocabulary is not None and vocabulary.num_slots > 0
         # Rows that follow a text belong to one view.
-        packed = self._quantised.layer(linear, bits, ("LM head", object() if follows_text else vocabulary))
+        name_of_rows = "LM head", object() if follows_text else vocabulary
+        pack = quantised_lm_head if vocabulary is None else quantised_linear
+        packed = self._quantised.layer(linear, bits, name_of_rows, pack)
         text_rows = None
         if follows_text:
             assert vocabulary is not None

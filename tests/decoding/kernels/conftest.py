@@ -22,6 +22,7 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         pytest.skip("it has no better instructions")
     read, define = compiled._read, f"#define {LESSER[request.param]}\n"
     monkeypatch.setattr(compiled, "_read", lambda name: define * name.endswith(".cpp") + read(name))
-    for module, name in ((attention, "ATTEND"), (linear, "MULTIPLY"), (quantised, "MULTIPLY")):
+    functions = (attention, "ATTEND"), (linear, "MULTIPLY"), (quantised, "MULTIPLY"), (quantised, "SHORTLIST")
+    for module, name in functions:
         best = getattr(module, name)
         monkeypatch.setattr(module, name, CompiledFunction(best._source, best._name, best._arguments))

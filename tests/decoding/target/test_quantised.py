@@ -17,9 +17,10 @@ from decoding.drafters.build import check_draft
 from decoding.drafts import LayerSkip
 from decoding.errors import UnsupportedModelError
 from decoding.kernels.choice import quantised_linear as quantised
+from decoding.kernels.choice import quantised_lm_head
 from decoding.runners.eager import EagerRunner
 from decoding.runners.static import StaticRunner
-from decoding.target import DraftView, Target, agree
+from decoding.target import DraftView, Target, agree, lm_heads
 from decoding.target import linears as module_under_test
 from decoding.target.lm_heads import LEFT_OUT, DraftVocabulary
 from tests.support.families import SUPPORTED, VOCABULARY, build, some_tokens, static_target_of, target_of
@@ -36,11 +37,12 @@ EVERY_THIRD = DraftVocabulary(tuple(range(0, VOCABULARY, 3)))
 def rounded(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     """Return a copy of a model whose plain linear layers in the blocks, and whose LM head, are quantised."""
     twin = copy.deepcopy(model)
-    path = ".".join(Target(model).anatomy.path)
+    path, lm_head = ".".join(Target(model).anatomy.path), twin.get_output_embeddings()
     for name, module in list(twin.named_modules()):
-        if type(module) is nn.Linear and (name.startswith(path) or module is twin.get_output_embeddings()):
+        if type(module) is nn.Linear and (name.startswith(path) or module is lm_head):
             parent, _, child = name.rpartition(".")
-            setattr(twin.get_submodule(parent), child, quantised(module, bits))
+            pack = quantised_lm_head if module is lm_head else quantised
+            setattr(twin.get_submodule(parent), child, pack(module, bits))
     return twin
 
 
@@ -89,7 +91,8 @@ def test_rounds_are_those_of_the_passes() -> None:
 
 @pytest.mark.parametrize("runner", RUNNERS)
 @torch.inference_mode()
-def test_small_vocabulary_is_quantised_too(runner: str) -> None:
+def test_small_vocabulary_is_quantised_too(runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decoding.target.lm_heads.quantised_lm_head", quantised)  # the whole one without a shortlist
     target = Target(build("llama"), RUNNERS[runner])
     whole, found = logits_after(target, bits=8), logits_after(target, bits=8, vocabulary=EVERY_THIRD)
     chosen = torch.tensor(EVERY_THIRD.token_ids)
@@ -136,14 +139,14 @@ def test_weights_that_are_quantised_already_or_elsewhere_stay() -> None:
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[nn.Module]]:
     """Every quantised layer that is made."""
     made: list[weakref.ref[nn.Module]] = []
-    genuine = quantised
 
-    def watched(linear: nn.Linear, bits: int) -> nn.Module:
+    def watched(genuine: Callable[[nn.Linear, int], nn.Module], linear: nn.Linear, bits: int) -> nn.Module:
         layer = genuine(linear, bits)
         made.append(weakref.ref(layer))
         return layer
 
-    monkeypatch.setattr(module_under_test, "quantised_linear", watched)
+    monkeypatch.setattr(module_under_test, "quantised_linear", functools.partial(watched, quantised))
+    monkeypatch.setattr(lm_heads, "quantised_lm_head", functools.partial(watched, quantised_lm_head))
     return made
 
 
