@@ -25,6 +25,9 @@ MIN_PACKED_BYTES = 2**20
 """Minimum size of a packed weight. With layers of 0.1 to 0.3 MB (the demo), packing slowed drafted decoding down by 4 %: a single
 position reads the original weight, and two copies of a model that might fit in the processor's caches do not fit."""
 
+MIN_SHORTLISTED = 2**22
+"""Minimum number of weights of an LM head with a shortlist: of smaller ones a pass hardly notices the difference."""
+
 
 @dataclass(frozen=True)
 class KernelChoice:
@@ -112,13 +115,13 @@ def quantised_linear(module: nn.Linear, bits: int) -> nn.Module:
 
 
 def quantised_lm_head(module: nn.Linear, bits: int) -> nn.Module:
-    """Return an LM head for drafts in `bits`. If a kernel computes it, the likeliest tokens have the logits of its own weights.
+    """Return an LM head for drafts in `bits`. The likeliest tokens of a large one have the logits of its own weights.
 
     With AVX-512, int4 weights find these tokens. With AVX2, int4 would take longer than int8. Raises as `quantised_linear` does.
     """
     weight = module.weight
     has_kernel = kernel_for(BITS[bits], weight.device).kernel is not None and weight.shape[1] <= MAX_INPUTS[4]
-    if module.bias is not None or not weight.is_contiguous() or not has_kernel:
+    if weight.numel() < MIN_SHORTLISTED or module.bias is not None or not weight.is_contiguous() or not has_kernel:
         return quantised_linear(module, bits)
     found_by = quantised_linear(module, 4 if torch.cpu._is_vnni_supported() else bits)
     assert isinstance(found_by, TiledLinear)

@@ -91,6 +91,7 @@ def test_compiled_code_calls_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     torch.manual_seed(0)
     call = CompiledBlocks(torch.device("cpu"))
     layers = [quantised(nn.Linear(24, 24, dtype=torch.bfloat16), bits) for bits in PACKED]
+    monkeypatch.setattr("decoding.kernels.choice.MIN_SHORTLISTED", 0)
     layers.append(quantised_lm_head(nn.Linear(24, 50, bias=False, dtype=torch.bfloat16), 8))
     values = torch.randn(1, 5, 24).bfloat16()
     expected = [layer(values) for layer in layers]
@@ -129,8 +130,11 @@ def test_the_largest_outputs_of_a_shortlist_are_products_with_its_weight(
 
 @needs_kernel
 @torch.inference_mode()
-def test_an_lm_head_has_a_shortlist_that_int4_finds_where_it_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_lm_head_has_a_shortlist_that_int4_finds_where_it_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     own = nn.Linear(24, 50, bias=False)
+    monkeypatch.setattr("decoding.kernels.choice.MIN_SHORTLISTED", 24 * 50 + 1)
+    assert isinstance(quantised_lm_head(own, 8), TiledLinear)
+    monkeypatch.setattr("decoding.kernels.choice.MIN_SHORTLISTED", 24 * 50)
     for has_vnni, bits in ((True, 4), (False, 8)):
         monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda has_vnni=has_vnni: has_vnni)
         layer = quantised_lm_head(own, 8)

@@ -22,7 +22,6 @@ from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafts import LayerSkip, Lookup
 from decoding.errors import UnsupportedModelError
-from decoding.kernels.choice import quantised_linear
 from decoding.rounds import Generation
 from decoding.runners.eager import EagerRunner
 from decoding.runners.static import StaticRunner
@@ -158,11 +157,8 @@ def drafted_from(target: Target, prompt: Sequence[int], drafter: LayerSkipDrafte
 
 @pytest.mark.parametrize("runner", RUNNERS)
 @torch.inference_mode()
-def test_a_quantised_draft_chooses_from_frequent_tokens_and_those_of_the_text(
-    runner: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the logits of int8 weights; a text that follows another one finds none of its tokens."""
-    monkeypatch.setattr(lm_heads, "quantised_lm_head", quantised_linear)  # the whole one without a shortlist
+def test_a_quantised_draft_chooses_from_frequent_tokens_and_those_of_the_text(runner: str) -> None:
+    """With the logits that it gives them anyway; a text that follows another one finds none of its tokens."""
     target, others = target_by(runner), [token for token in range(40, 60) if token not in REQUEST.prompt]
     drafter, whole = (LayerSkipDrafter(target, each) for each in (FROM_TEXT, LayerSkip(bits=8)))
     for prompt in (REQUEST.prompt, others, REQUEST.prompt):
@@ -185,7 +181,6 @@ def test_ids_below_more_than_there_are_leave_nothing_out() -> None:
 @torch.inference_mode()
 def test_the_latest_tokens_of_a_text_with_more_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lm_heads, "TEXT_SLOTS", 3)
-    monkeypatch.setattr(lm_heads, "quantised_lm_head", quantised_linear)  # the whole one without a shortlist
     target = target_by("eager")
     drafter, whole = (LayerSkipDrafter(target, each) for each in (FROM_TEXT, LayerSkip(bits=8)))
     prompt, cache = [30, 31, 32, 5, 33], target.new_cache(40)

@@ -13,17 +13,22 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from decoding.decode import Request
+from decoding.decoder import Decoder
+from decoding.draft_length import Fixed
 from decoding.drafters.build import check_draft
-from decoding.drafts import LayerSkip
+from decoding.drafts import BitWidth, LayerSkip
 from decoding.errors import UnsupportedModelError
+from decoding.kernels.choice import kernel_for
 from decoding.kernels.choice import quantised_linear as quantised
-from decoding.kernels.choice import quantised_lm_head
 from decoding.runners.eager import EagerRunner
 from decoding.runners.static import StaticRunner
-from decoding.target import DraftView, Target, agree, lm_heads
+from decoding.target import DraftView, Target, agree
 from decoding.target import linears as module_under_test
 from decoding.target.lm_heads import LEFT_OUT, DraftVocabulary
+from decoding.text import Ending
 from tests.support.families import SUPPORTED, VOCABULARY, build, some_tokens, static_target_of, target_of
+from tests.support.generations import write_plainly
 from tests.support.grid import WITHOUT_LINEARS
 
 TOKENS = torch.tensor([some_tokens(9)])
@@ -37,12 +42,11 @@ EVERY_THIRD = DraftVocabulary(tuple(range(0, VOCABULARY, 3)))
 def rounded(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     """Return a copy of a model whose plain linear layers in the blocks, and whose LM head, are quantised."""
     twin = copy.deepcopy(model)
-    path, lm_head = ".".join(Target(model).anatomy.path), twin.get_output_embeddings()
+    path = ".".join(Target(model).anatomy.path)
     for name, module in list(twin.named_modules()):
-        if type(module) is nn.Linear and (name.startswith(path) or module is lm_head):
+        if type(module) is nn.Linear and (name.startswith(path) or module is twin.get_output_embeddings()):
             parent, _, child = name.rpartition(".")
-            pack = quantised_lm_head if module is lm_head else quantised
-            setattr(twin.get_submodule(parent), child, pack(module, bits))
+            setattr(twin.get_submodule(parent), child, quantised(module, bits))
     return twin
 
 
@@ -91,13 +95,36 @@ def test_rounds_are_those_of_the_passes() -> None:
 
 @pytest.mark.parametrize("runner", RUNNERS)
 @torch.inference_mode()
-def test_small_vocabulary_is_quantised_too(runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decoding.target.lm_heads.quantised_lm_head", quantised)  # the whole one without a shortlist
+def test_small_vocabulary_is_quantised_too(runner: str) -> None:
     target = Target(build("llama"), RUNNERS[runner])
     whole, found = logits_after(target, bits=8), logits_after(target, bits=8, vocabulary=EVERY_THIRD)
     chosen = torch.tensor(EVERY_THIRD.token_ids)
     assert agree(found[:, chosen], whole[:, chosen])
     assert (found == LEFT_OUT).sum() == VOCABULARY - len(chosen)
+
+
+@pytest.mark.skipif(
+    kernel_for("int8", torch.device("cpu")).kernel is None, reason="the processor lacks the instructions"
+)
+@pytest.mark.parametrize("bits", [8, 4])
+@torch.inference_mode()
+def test_the_likeliest_tokens_have_logits_of_a_large_lm_heads_own_weights(
+    bits: BitWidth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft is accepted in part, and the text is the target's."""
+    model = build("llama")
+    with monkeypatch.context() as patch:
+        patch.setattr("decoding.target.lm_heads.quantised_lm_head", lambda own, bits: own)
+        expected = logits_after(Target(model, RUNNERS["static"]), bits=bits)
+    monkeypatch.setattr("decoding.kernels.choice.MIN_SHORTLISTED", 0)
+    target = Target(model, RUNNERS["static"])
+    found, likeliest = logits_after(target, bits=bits), expected.topk(8).indices
+    assert agree(found.gather(1, likeliest), expected.gather(1, likeliest))
+    assert not agree(found, expected), "the others are found by fewer bits"
+    request = Request(tuple(some_tokens(9)), Ending(24))
+    drafted = Decoder(target, LayerSkip.blocks((1,), bits=bits), Fixed(max_tokens=3)).generate(request)
+    assert drafted.tokens == write_plainly(target, request).tokens
+    assert any(each.num_accepted for each in drafted.rounds)
 
 
 def test_routers_of_experts_and_layers_with_hooks_stay() -> None:
@@ -139,14 +166,15 @@ def test_weights_that_are_quantised_already_or_elsewhere_stay() -> None:
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[nn.Module]]:
     """Every quantised layer that is made."""
     made: list[weakref.ref[nn.Module]] = []
+    genuine = quantised
 
-    def watched(genuine: Callable[[nn.Linear, int], nn.Module], linear: nn.Linear, bits: int) -> nn.Module:
+    def watched(linear: nn.Linear, bits: int) -> nn.Module:
         layer = genuine(linear, bits)
         made.append(weakref.ref(layer))
         return layer
 
-    monkeypatch.setattr(module_under_test, "quantised_linear", functools.partial(watched, quantised))
-    monkeypatch.setattr(lm_heads, "quantised_lm_head", functools.partial(watched, quantised_lm_head))
+    monkeypatch.setattr(module_under_test, "quantised_linear", watched)
+    monkeypatch.setattr("decoding.kernels.choice.quantised_linear", watched)  # of the LM head
     return made
 
 
