@@ -117,7 +117,8 @@ def quantised_linear(module: nn.Linear, bits: int) -> nn.Module:
 def quantised_lm_head(module: nn.Linear, bits: int) -> nn.Module:
     """Return an LM head for drafts in `bits`. The likeliest tokens of a large one have the logits of its own weights.
 
-    With AVX-512, int4 weights find these tokens. With AVX2, int4 would take longer than int8. Raises as `quantised_linear` does.
+    With AVX-512, int4 weights find these tokens. With AVX2, several positions take longer in int4 than in int8. Raises as
+    `quantised_linear` does.
     """
     weight = module.weight
     has_kernel = kernel_for(BITS[bits], weight.device).kernel is not None and weight.shape[1] <= MAX_INPUTS[4]
