@@ -182,7 +182,9 @@ class PassTimer:
     def _draft(self, each: DraftStep, batch: PromptedBatch) -> float:
         skip, num_sublayers = each.skip, 2 * self._target.num_layers
         drafter = self._drafter(skip, each.num_tokens)
-        run = num_sublayers - len(skip.skip_attention) - len(skip.skip_mlp)
+        run: float = num_sublayers - len(skip.skip_attention) - len(skip.skip_mlp)
+        if skip.bits is not None:
+            run *= skip.bits / (8 * self._target.dtype.itemsize)
         steps = min(round(num_sublayers / max(run, 1)), MOST_STEPS, self._room - 1)
 
         request = Request([0], Ending(steps + 1))

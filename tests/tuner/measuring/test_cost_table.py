@@ -236,6 +236,7 @@ def test_passes_are_timed_after_the_untimed_pass_of_the_prompt(clock: Clock) -> 
     ("skip", "steps"),
     [
         (LayerSkip(), 1),
+        (LayerSkip(bits=8), 4),  # of the bytes of float32
         (LayerSkip.blocks((1, 2, 3, 4)), 3),
         (LayerSkip.blocks(tuple(range(6))), MOST_STEPS),
     ],
