@@ -180,6 +180,7 @@ def _begin(
 ) -> tuple[TokenSequence, KVCache]:
     capacity = capacity_for(target, request, max_drafted)
     cache = (new_cache or target.new_cache)(capacity)
+    cache.only_best = request.takes_most_likely
     if request.turns is not None:
         request.turns.load(cache)
     sequence = TokenSequence(request.prompt, capacity, target.device, cache.company, request.history, request.known)

@@ -244,6 +244,8 @@ class KVCache(Cache):
         self._branch: BranchCache | None = None
         self.capacity = capacity
         self.length = 0
+        self.only_best = False
+        """True if of the logits of a pass only the largest need to be the model's: nothing but the most likely token is read."""
         self.company: Company | None = None
         """Receives the passes of a sequence that is decoded in lockstep."""
         super().__init__(layers=list(self.storage.layers))

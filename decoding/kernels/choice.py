@@ -14,7 +14,7 @@ from decoding.errors import UnsupportedModelError
 from decoding.kernels import attention, linear, quantised
 from decoding.kernels.compiled import CompiledFunction
 from decoding.kernels.linear import FewPositionsLinear, PackedLinear
-from decoding.kernels.quantised import MAX_INPUTS, PACKED, QuantisedLinear, ShortlistedLinear, TiledLinear
+from decoding.kernels.quantised import MAX_INPUTS, PACKED, QuantisedLinear, RefinedLinear, TiledLinear, error_bounds
 
 Work = Literal["linear", "attention", "int8", "int4"]
 Kernel = Literal["few positions", "packed", "attention", "tiles"]
@@ -25,8 +25,8 @@ MIN_PACKED_BYTES = 2**20
 """Minimum size of a packed weight. With layers of 0.1 to 0.3 MB (the demo), packing slowed drafted decoding down by 4 %: a single
 position reads the original weight, and two copies of a model that might fit in the processor's caches do not fit."""
 
-MIN_SHORTLISTED = 2**22
-"""Minimum number of weights of an LM head with a shortlist: of smaller ones a pass hardly notices the difference."""
+MIN_REFINED = 2**22
+"""Minimum number of weights of an LM head whose likeliest tokens integers find: smaller ones hardly take time."""
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,39 @@ def quantised_lm_head(module: nn.Linear, bits: int) -> nn.Module:
     With AVX-512, int4 weights find these tokens. With AVX2, several positions take longer in int4 than in int8. Raises as
     `quantised_linear` does.
     """
-    weight = module.weight
-    has_kernel = kernel_for(BITS[bits], weight.device).kernel is not None and weight.shape[1] <= MAX_INPUTS[4]
-    if weight.numel() < MIN_SHORTLISTED or module.bias is not None or not weight.is_contiguous() or not has_kernel:
+    if not _can_be_refined(module, 4):
         return quantised_linear(module, bits)
     found_by = quantised_linear(module, 4 if torch.cpu._is_vnni_supported() else bits)
     assert isinstance(found_by, TiledLinear)
-    return ShortlistedLinear(weight, found_by)
+    return RefinedLinear(module.weight, found_by)
+
+
+def can_choose(module: nn.Linear) -> bool:
+    """Return True for an LM head with a `choosing_lm_head`: a large one, computed by our kernels."""
+    return _can_be_refined(module, 8) and bool(module.weight.isfinite().all())
+
+
+def choosing_lm_head(module: nn.Linear) -> nn.Module:
+    """Return an LM head whose most likely token, and its logit, is that of `fast_linear`; other logits are approximations.
+
+    It reads int8 weights, and of its own those of the tokens that may be the most likely one.
+    """
+    found_by = quantised_linear(module, 8)
+    assert isinstance(found_by, TiledLinear)
+    with torch.inference_mode(False), torch.no_grad():
+        return RefinedLinear(module.weight, found_by, error_bounds(module.weight.detach()))
+
+
+def _can_be_refined(module: nn.Linear, bits: int) -> bool:
+    weight = module.weight
+    return (
+        weight.numel() >= MIN_REFINED
+        and module.bias is None
+        and weight.is_contiguous()
+        and weight.shape[1] <= MAX_INPUTS[bits]
+        and kernel_for("linear", weight.device, weight.dtype).kernel == "few positions"
+        and kernel_for(BITS[bits], weight.device).kernel is not None
+    )
 
 
 def check_quantised(device: torch.device) -> None:

@@ -13,6 +13,9 @@ namespace {
 #if defined(__AVX512F__) && !defined(SDTUNE_AVX2)
 
 constexpr int64_t kLanes = 16;
+#if defined(__AMX_INT8__) && !defined(SDTUNE_AVX512)
+#define SDTUNE_AMX_INT8  // there is an instruction for products of tiles of bytes
+#endif
 #ifdef __AVX512BF16__
 #define SDTUNE_BFLOAT16  // there is an instruction for products of pairs
 #if defined(__AMX_BF16__) && !defined(SDTUNE_AVX512)

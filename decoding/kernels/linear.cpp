@@ -4,11 +4,15 @@
 // from another quarter of the weight: four sequential streams of memory. Neighbouring rows at a time would be two to
 // four streams within one page, which the processor prefetches badly. bfloat16 goes through the tiles of AMX where there are any.
 // A sum does not depend on the other positions of the pass: the same bits for any number of them.
+//
+// Outputs that integer weights have found may have the largest of each position replaced by such sums.
 
 #include <ATen/Parallel.h>
 #include <ATen/cpu/Utils.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <cmath>
+#include <limits>
 #include <type_traits>
 #include <vector>
 
@@ -24,6 +28,8 @@ constexpr int64_t kRows = 4;
 constexpr int64_t kMaxPositions = kLanes == 16 ? 6 : 3;  // at once: as many sums as fit in registers
 constexpr int64_t kBytesPerThread = 1 << 16;
 constexpr int64_t kBytesAhead = 1024;  // to prefetch, of the same rows
+constexpr int64_t kShortlist = 16;       // outputs of a position that are computed again
+constexpr int64_t kRowsAtOnce = 64;      // that are copied to one place
 
 // How weights and values are multiplied: `kStep` at a time, values stored as `Stored`.
 struct Float32 {
@@ -34,6 +40,8 @@ struct Float32 {
   static Lanes values(const Stored* from, int64_t count) { return load(from, count); }
   static Lanes add(Lanes sum, Lanes weights, Lanes values) { return multiply_add(weights, values, sum); }
   static Value rounded(float sum) { return sum; }
+  static Lanes outputs(const Value* from, int64_t count) { return load(from, count); }
+  static constexpr float kRounding = 0x1p-22f;  // of two outputs, relative, and more
 };
 
 struct BFloat16 {
@@ -58,6 +66,8 @@ struct BFloat16 {
     if (sum != sum) return 0x7fc0;
     return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   }
+  static Lanes outputs(const Value* from, int64_t count) { return from_bfloat16(load_halves(from, count)); }
+  static constexpr float kRounding = 0x1.6p-8f;
 };
 
 // The values [positions, stride] as they are read. Unpacked, so that each pair is taken apart once and not in every row.
@@ -305,18 +315,144 @@ void multiply(const void* values, const void* weight, void* outputs, int64_t pos
   Product<Kind>{operands, (const Value*)weight, (Value*)outputs, positions, rows, inputs}.compute();
 }
 
-}  // namespace
-
-// Multiply contiguous float32 values, or bfloat16 ones if `item_size` is 2.
-extern "C" __attribute__((visibility("default"))) void sdtune_multiply(
-    const void* values, const void* weight, void* outputs, int64_t positions, int64_t rows, int64_t inputs,
-    int64_t item_size) {
+// Of float32, or of bfloat16 if `item_size` is 2.
+void multiply(const void* values, const void* weight, void* outputs, int64_t positions, int64_t rows, int64_t inputs, int64_t item_size) {
 #ifdef SDTUNE_AMX_BFLOAT16
   if (item_size == 2 && rows >= TiledProduct::kTileRows && TiledProduct::allowed())
     return TiledProduct((const uint16_t*)values, (const uint16_t*)weight, (uint16_t*)outputs, positions, rows, inputs).compute();
 #endif
   if (item_size == 2) return multiply<BFloat16>(values, weight, outputs, positions, rows, inputs);
   multiply<Float32>(values, weight, outputs, positions, rows, inputs);
+}
+
+// The rows of a position's largest outputs.
+class Largest {
+ public:
+  // The 16 largest of `found`.
+  template <typename Kind>
+  static std::vector<int64_t> of(const typename Kind::Value* found, int64_t rows) {
+    Largest largest;
+    for_each<Kind>(found, rows, [&](int64_t first, int64_t count, Lanes some) {
+      if (largest.rows_.size() == kShortlist && !exceeds(some, largest.smallest())) return;
+      float each[kLanes];
+      store(each, some);
+      for (int64_t lane = 0; lane < count; ++lane) largest.offer(first + lane, each[lane]);
+    });
+    return largest.rows_;
+  }
+
+  // All that may have the largest product, equal ones among them. An output differs from what it stands for by at most its bound
+  // times the norm of the values, and by roundings. So a product is larger than every other one can be unless its row is among these.
+  template <typename Kind>
+  static std::vector<int64_t> among(
+      const typename Kind::Value* found, int64_t rows, const float* bounds, const typename Kind::Value* values, int64_t inputs) {
+    const Lanes norm = all(norm_of<Kind>(values, inputs)), rounding = all(Kind::kRounding);
+    const auto reach = [&](int64_t first, int64_t count, Lanes some) {
+      return multiply_add(load(bounds + first, count), norm, multiply(absolute(some), rounding));
+    };
+    float least = -std::numeric_limits<float>::infinity();  // that the largest product can be
+    Lanes lower = all(least);
+    for_each<Kind>(found, rows, [&](int64_t first, int64_t count, Lanes some) {
+      const Lanes of_rows = subtract(some, reach(first, count, some));
+      if (count == kLanes) return void(lower = greater(lower, of_rows));
+      float each[kLanes];
+      store(each, of_rows);
+      least = std::max(least, *std::max_element(each, each + count));
+    });
+    least = std::nextafter(std::max(least, greatest_of(lower)), -std::numeric_limits<float>::infinity());
+    std::vector<int64_t> chosen;
+    for_each<Kind>(found, rows, [&](int64_t first, int64_t count, Lanes some) {
+      const Lanes of_rows = add(some, reach(first, count, some));
+      if (!exceeds(of_rows, least)) return;
+      float each[kLanes];
+      store(each, of_rows);
+      for (int64_t lane = 0; lane < count; ++lane)
+        if (!(each[lane] <= least)) chosen.push_back(first + lane);  // also what is not a number
+    });
+    return chosen;
+  }
+
+ private:
+  template <typename Kind, typename Use>
+  static void for_each(const typename Kind::Value* found, int64_t rows, Use use) {
+    for (int64_t first = 0; first < rows; first += kLanes) {
+      const int64_t count = std::min(kLanes, rows - first);
+      use(first, count, Kind::outputs(found + first, count));
+    }
+  }
+
+  // The norm, rounded up; not a number where its squares may leave the range of float32.
+  template <typename Kind>
+  static float norm_of(const typename Kind::Value* values, int64_t inputs) {
+    Lanes squares = zeros(), largest = zeros();
+    for_each<Kind>(values, inputs, [&](int64_t, int64_t, Lanes some) {
+      squares = multiply_add(some, some, squares), largest = greater(largest, absolute(some));
+    });
+    const float size = greatest_of(largest);
+    return size > 1e-12f && size < 1e12f ? 1.01f * std::sqrt(sum_of(squares)) : std::numeric_limits<float>::quiet_NaN();
+  }
+
+  float smallest() const { return outputs_[last_]; }
+
+  void offer(int64_t row, float output) {
+    if (rows_.size() < kShortlist) rows_.push_back(row), outputs_.push_back(output);
+    else if (output > smallest()) rows_[last_] = row, outputs_[last_] = output;
+    else return;
+    last_ = std::min_element(outputs_.begin(), outputs_.end()) - outputs_.begin();
+  }
+
+  std::vector<int64_t> rows_;
+  std::vector<float> outputs_;
+  int64_t last_ = 0;
+};
+
+template <typename Kind>
+void refine(const void* found, const void* values, const void* weight, const float* bounds, void* outputs, int64_t positions,
+            int64_t rows, int64_t inputs) {
+  using Value = typename Kind::Value;
+  const auto multiplied = [=](const Value* x, const Value* w, Value* to, int64_t count) {
+    multiply(x, w, to, 1, count, inputs, sizeof(Value));
+  };
+  at::parallel_for(0, positions, 1, [=](int64_t first, int64_t end) {
+    std::vector<Value> some(kRowsAtOnce * inputs);
+    for (int64_t m = first; m < end; ++m) {
+      const Value *from = (const Value*)found + m * rows, *x = (const Value*)values + m * inputs, *w = (const Value*)weight;
+      Value *to = (Value*)outputs + m * rows, products[kRowsAtOnce];
+      const auto chosen = bounds ? Largest::among<Kind>(from, rows, bounds, x, inputs) : Largest::of<Kind>(from, rows);
+      const int64_t size = chosen.size();
+      if (size > rows / 4) {  // the whole weight is read faster
+        multiplied(x, w, to, rows);
+        continue;
+      }
+      std::copy_n(from, rows, to);
+      for (int64_t begin = 0; begin < size; begin += kRowsAtOnce) {
+        // With AMX, fewer than 16 rows would be computed another way: the same row fills the places.
+        const int64_t count = std::min(kRowsAtOnce, size - begin), padded = std::max<int64_t>(count, 16);
+        for (int64_t i = 0; i < padded; ++i)
+          std::copy_n(w + chosen[begin + std::min(i, count - 1)] * inputs, inputs, &some[i * inputs]);
+        multiplied(x, some.data(), products, padded);
+        for (int64_t i = 0; i < count; ++i) to[chosen[begin + i]] = products[i];
+      }
+    }
+  });
+}
+
+}  // namespace
+
+// Multiply contiguous float32 values, or bfloat16 ones if `item_size` is 2.
+extern "C" __attribute__((visibility("default"))) void sdtune_multiply(
+    const void* values, const void* weight, void* outputs, int64_t positions, int64_t rows, int64_t inputs,
+    int64_t item_size) {
+  multiply(values, weight, outputs, positions, rows, inputs, item_size);
+}
+
+// Copy the outputs `found` [positions, rows], those that may be the largest products computed again. Without `bounds` [rows] these
+// are the 16 largest.
+extern "C" __attribute__((visibility("default"))) void sdtune_refine(
+    const void* found, const void* values, const void* weight, const void* bounds, void* outputs, int64_t positions,
+    int64_t rows, int64_t inputs, int64_t item_size) {
+  const auto run = item_size == 2 ? refine<BFloat16> : refine<Float32>;
+  run(found, values, weight, (const float*)bounds, outputs, positions, rows, inputs);
 }
 
 #define SDTUNE_CHECK(call) \
@@ -346,5 +482,29 @@ extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_
   SDTUNE_CHECK(aoti_torch_get_data_ptr(*outputs, &to));
   sdtune_multiply(from, by, to, positions, weight_sizes[0], weight_sizes[1],
                   dtype == aoti_torch_dtype_bfloat16() ? 2 : 4);
+  return AOTI_TORCH_SUCCESS;
+}
+
+// As inductor's code calls it: allocates the outputs. Empty `bounds` mean none.
+extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_sdtune_refined(
+    AtenTensorHandle found, AtenTensorHandle values, AtenTensorHandle weight, AtenTensorHandle bounds, AtenTensorHandle* outputs) {
+  int64_t dims, *sizes, *strides, *weight_sizes, num_found, num_bounds;
+  int32_t dtype;
+  void *from, *x, *by, *up_to, *to;
+  SDTUNE_CHECK(aoti_torch_get_dim(found, &dims));
+  SDTUNE_CHECK(aoti_torch_get_sizes(found, &sizes));
+  SDTUNE_CHECK(aoti_torch_get_strides(found, &strides));
+  SDTUNE_CHECK(aoti_torch_get_sizes(weight, &weight_sizes));
+  SDTUNE_CHECK(aoti_torch_get_dtype(found, &dtype));
+  SDTUNE_CHECK(aoti_torch_get_numel(found, &num_found));
+  SDTUNE_CHECK(aoti_torch_get_numel(bounds, &num_bounds));
+  SDTUNE_CHECK(aoti_torch_empty_strided(dims, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, outputs));
+  SDTUNE_CHECK(aoti_torch_get_data_ptr(found, &from));
+  SDTUNE_CHECK(aoti_torch_get_data_ptr(values, &x));
+  SDTUNE_CHECK(aoti_torch_get_data_ptr(weight, &by));
+  SDTUNE_CHECK(aoti_torch_get_data_ptr(bounds, &up_to));
+  SDTUNE_CHECK(aoti_torch_get_data_ptr(*outputs, &to));
+  sdtune_refine(from, x, by, num_bounds ? up_to : nullptr, to, num_found / weight_sizes[0], weight_sizes[0], weight_sizes[1],
+                dtype == aoti_torch_dtype_bfloat16() ? 2 : 4);
   return AOTI_TORCH_SUCCESS;
 }

@@ -34,6 +34,7 @@ MAX_WIDENED = 2**24
 """Maximum number of weights that are copied to float32 at once."""
 
 MULTIPLY = CompiledFunction("linear.cpp", "sdtune_multiply", [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4)
+REFINE = CompiledFunction("linear.cpp", "sdtune_refine", [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 4)
 
 
 @torch.library.custom_op("sdtune::few_positions", mutates_args=())
@@ -55,6 +56,33 @@ def few_positions(values: Tensor, weight: Tensor) -> Tensor:
 @few_positions.register_fake
 def _(values: Tensor, weight: Tensor) -> Tensor:
     return values.new_empty((*values.shape[:-1], weight.shape[0]))
+
+
+@torch.library.custom_op("sdtune::refined", mutates_args=())
+def refined(found: Tensor, values: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
+    """Return the outputs `found` [.., outputs] for `values` [.., inputs], the largest of each position computed by `few_positions`.
+
+    An output is off by up to its bound [outputs] times the norm of the values: all that may be the largest are computed. If
+    `bounds` are empty, these are the 16 largest.
+    """
+    found, values = found.contiguous(), values.contiguous()
+    outputs = torch.empty_like(found)
+    REFINE(
+        found.data_ptr(),
+        values.data_ptr(),
+        weight.data_ptr(),
+        bounds.data_ptr() if bounds.numel() else None,
+        outputs.data_ptr(),
+        values.shape[:-1].numel(),
+        *weight.shape,
+        weight.itemsize,
+    )
+    return outputs
+
+
+@refined.register_fake
+def _(found: Tensor, values: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
+    return torch.empty_like(found)
 
 
 class FewPositionsLinear(nn.Linear):
@@ -162,6 +190,12 @@ def register() -> None:
         "aoti_torch_cpu_sdtune_few_positions",
         num_tensors=2,
         size=lambda values, weight: [*values.get_size()[:-1], weight.get_size()[0]],
+    )
+    call_directly(
+        torch.ops.sdtune.refined.default,
+        "aoti_torch_cpu_sdtune_refined",
+        num_tensors=4,
+        size=lambda found, *_: found.get_size(),
     )
     lowering = importlib.import_module("torch._inductor.lowering")
     operator = torch.ops.sdtune.packed_linear.default

@@ -2,18 +2,18 @@
 //
 // All sums are integers and exact: the same bits for any number of positions, those of `QuantisedLinear`, and the same by
 // either instruction set. With AVX-512 a value is 128 times a signed byte plus another one, so that each sum is two sums of
-// products of bytes (VNNI), in 32 bits to the end. With AVX2 a value is an integer of 16 bits. Products of pairs are added in 32
+// products of bytes (VNNI; int8 weights and several positions by the tiles of AMX), in 32 bits to the end. With AVX2 a value is an integer of 16 bits. Products of pairs are added in 32
 // bits as long as they fit, and then in float64.
-//
-// The largest outputs of a position, a shortlist, may then be replaced by products with the original weights.
 //
 // Weights lie in tiles of 16 rows, which `quantised.py` describes. A lane sums a row, so that nothing is added
 // across lanes. Several tiles are read at a time, each from another part of the weight.
 
 #include <ATen/Parallel.h>
+#include <ATen/cpu/Utils.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #ifndef __AVX512VNNI__
@@ -28,7 +28,6 @@ constexpr int64_t kGroup = 32;      // inputs that share a scale and a minimum i
 constexpr int64_t kMaxValue = 127 * 128 + 63;
 constexpr float kSmallest = 1e-30f;
 constexpr int64_t kMaxPositions = 6;  // at once
-constexpr int64_t kShortlist = 16;    // largest outputs
 constexpr int64_t kBytesPerThread = 1 << 16;
 constexpr int64_t kBytesAhead = 4096;  // beyond a page, where the processor does not prefetch by itself
 constexpr int64_t kBytesAheadOfFew = 1024;  // for one or two positions, into the first cache
@@ -414,6 +413,91 @@ struct Int4 : Int4Weight {
 
 #endif
 
+#ifdef SDTUNE_AMX_INT8
+
+// int8 in the tiles of AMX: sixteen rows of the weight, 64 inputs at a time, times up to 16 positions, which take little longer than one.
+class TilesAtOnce {
+ public:
+  static constexpr int64_t kPositions = 16, kFewest = 3;
+  static constexpr int64_t kInputs = 64, kBytes = kInputs * kRows;  // of a tile of the processor
+  static constexpr int64_t kAhead = 4;                              // tiles to prefetch
+
+  // True if the system lets this process use tiles, which have to be asked for.
+  static bool allowed() {
+    static const bool is_allowed = at::cpu::init_amx();
+    return is_allowed;
+  }
+
+  // For `count` positions, until destroyed.
+  explicit TilesAtOnce(int64_t count) {
+    struct {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {};
+    } shapes;
+    for (int tile = 0; tile < 8; ++tile) shapes.rows[tile] = tile < 6 ? count : 16;
+    asm volatile("" ::: "memory");
+    _tile_loadconfig(&shapes);
+  }
+  ~TilesAtOnce() { _tile_release(); }
+
+  // Hand `write` the sums of one or two tiles of rows. Tiles 0 to 3 hold sums of high and low bytes [positions, rows], 4 and 5 the
+  // high and low bytes of values [positions, inputs], 6 and 7 weights [inputs / 4, rows, 4].
+  template <int T, typename Write>
+  static void sum(const uint8_t* first, const uint8_t* second, const Values& values, int64_t position, int64_t count, int64_t inputs,
+                  Write write) {
+    const int64_t padded = values.padded, whole = inputs / kInputs;
+    const int8_t *high = &values.high[position * padded], *low = &values.low[position * padded];
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t step = 0; step < whole; ++step, high += kInputs, low += kInputs, first += kBytes, second += kBytes) {
+      for (int64_t line = 0; line < kBytes; line += 64) {
+        _mm_prefetch((const char*)first + kAhead * kBytes + line, _MM_HINT_T0);
+        if constexpr (T == 2) _mm_prefetch((const char*)second + kAhead * kBytes + line, _MM_HINT_T0);
+      }
+      _tile_loadd(4, high, padded);
+      _tile_loadd(5, low, padded);
+      _tile_loadd(6, first, 64);
+      _tile_dpbsud(0, 4, 6);
+      _tile_dpbsud(1, 5, 6);
+      if constexpr (T == 1) continue;
+      _tile_loadd(7, second, 64);
+      _tile_dpbsud(2, 4, 7);
+      _tile_dpbsud(3, 5, 7);
+    }
+    if (const int64_t rest = Int8Weight::tile_bytes(inputs) - whole * kBytes) {
+      uint8_t last[T][kBytes] = {};
+      for (int t = 0; t < T; ++t) std::copy_n(t ? second : first, rest, last[t]);
+      asm volatile("" ::: "memory");  // the compiler does not know what tiles read
+      _tile_loadd(4, high, padded);
+      _tile_loadd(5, low, padded);
+      _tile_loadd(6, last[0], 64);
+      _tile_dpbsud(0, 4, 6);
+      _tile_dpbsud(1, 5, 6);
+      if constexpr (T == 2) {
+        _tile_loadd(7, last[T - 1], 64);
+        _tile_dpbsud(2, 4, 7);
+        _tile_dpbsud(3, 5, 7);
+      }
+    }
+    int32_t sums[4][kPositions][kRows];
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    if constexpr (T == 2) {
+      _tile_stored(2, sums[2], 64);
+      _tile_stored(3, sums[3], 64);
+    }
+    asm volatile("" ::: "memory");
+    for (int t = 0; t < T; ++t)
+      for (int64_t m = 0; m < count; ++m)
+        write(t, position + m, Sums{_mm512_loadu_si512(sums[2 * t][m]), _mm512_loadu_si512(sums[2 * t + 1][m])});
+  }
+};
+
+#endif
+
 template <typename Weight>
 struct Product {
   const Weight weight;
@@ -481,72 +565,41 @@ struct Product {
     if constexpr (T > 1) compute_all<T / 2, kOne>(rest, end);
   }
 
+#ifdef SDTUNE_AMX_INT8
+  // All positions of the tiles of a thread, by the processor's own tiles: two at a time, from the two halves.
+  void compute_in_tiles(int64_t first, int64_t end) const {
+    const int64_t pieces = (positions + TilesAtOnce::kPositions - 1) / TilesAtOnce::kPositions;
+    const int64_t count = (positions + pieces - 1) / pieces, half = (end - first) / 2, bytes = Weight::tile_bytes(inputs);
+    const TilesAtOnce configured(count);
+    const auto run = [&](auto at_once, int64_t tile) {
+      constexpr int T = decltype(at_once)::value;
+      const uint8_t* from = weight.tiles + tile * bytes;
+      for (int64_t piece = 0; piece < pieces; ++piece) {
+        // The last piece begins earlier, so that it is whole: some positions are computed twice.
+        const int64_t position = std::min(piece * count, positions - count);
+        TilesAtOnce::sum<T>(from, from + half * bytes, values, position, count, inputs,
+                            [&](int t, int64_t m, const Sums& sums) { write(tile + t * half, m, sums); });
+      }
+    };
+    for (int64_t tile = first; tile < first + half; ++tile) run(std::integral_constant<int, 2>(), tile);
+    if ((end - first) % 2) run(std::integral_constant<int, 1>(), end - 1);
+  }
+#endif
+
   void compute() const {
     const int64_t tiles = (rows + kRows - 1) / kRows;
     const int64_t grain = std::max<int64_t>(1, kBytesPerThread / Weight::tile_bytes(inputs));
     at::parallel_for(0, tiles, grain, [this](int64_t first, int64_t end) {
+#ifdef SDTUNE_AMX_INT8
+      if constexpr (std::is_same_v<Weight, Int8>)
+        if (positions >= TilesAtOnce::kFewest && TilesAtOnce::allowed()) return compute_in_tiles(first, end);
+#endif
       positions == 1 ? compute_all<Weight::kTilesOfOne, true>(first, end) : compute_all<Weight::kTiles, false>(first, end);
     });
   }
 };
 
-// The largest outputs of a position.
-class Shortlist {
- public:
-  Shortlist(const char* outputs, Precision precision, int64_t rows) {
-    for (int64_t first = 0; first < rows; first += kLanes) {
-      const int64_t count = std::min(kLanes, rows - first);
-      const Lanes some = load(outputs + first * item_size(precision), precision, count);
-      if (size_ == kShortlist && !exceeds(some, smallest())) continue;
-      float each[kLanes];
-      store(each, some);
-      for (int64_t lane = 0; lane < count; ++lane) offer(first + lane, each[lane]);
-    }
-  }
-
-  const int64_t* begin() const { return rows_; }
-  const int64_t* end() const { return rows_ + size_; }
-
- private:
-  float smallest() const { return outputs_[last_]; }
-
-  void offer(int64_t row, float output) {
-    if (size_ == kShortlist && !(output > smallest())) return;
-    const int64_t place = size_ < kShortlist ? size_++ : last_;
-    rows_[place] = row, outputs_[place] = output;
-    last_ = std::min_element(outputs_, outputs_ + size_) - outputs_;
-  }
-
-  int64_t rows_[kShortlist], size_ = 0, last_ = 0;
-  float outputs_[kShortlist];
-};
-
-float product_of(const char* a, const char* b, Precision precision, int64_t count) {
-  Lanes sums = zeros();
-  for (int64_t k = 0; k < count; k += kLanes) {
-    const int64_t at = k * item_size(precision);
-    sums = multiply_add(load(a + at, precision, count - k), load(b + at, precision, count - k), sums);
-  }
-  return sum_of(sums);
-}
-
 }  // namespace
-
-// Replace the largest outputs of each position by products with the original `weight` [rows, inputs] of their precision.
-extern "C" __attribute__((visibility("default"))) void sdtune_shortlist(
-    const void* values, const void* weight, void* outputs, int64_t positions, int64_t rows, int64_t inputs, int64_t precision) {
-  const auto kind = Precision(precision);
-  at::parallel_for(0, positions, 1, [=](int64_t first, int64_t end) {
-    for (int64_t m = first; m < end; ++m) {
-      char* of_position = (char*)outputs + m * rows * item_size(kind);
-      const char* x = (const char*)values + m * inputs * item_size(kind);
-      for (const int64_t row : Shortlist(of_position, kind, rows)) {
-        const float product = product_of(x, (const char*)weight + row * inputs * item_size(kind), kind, inputs);
-        store(of_position + row * item_size(kind), kind, 1, all(product));
-      }
-    }
-  });
-}
 
 // Multiply contiguous values. `group_scales` and `minima` are null for int8.
 extern "C" __attribute__((visibility("default"))) void sdtune_quantised(
@@ -593,24 +646,5 @@ extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_
   SDTUNE_CHECK(aoti_torch_get_data_ptr(*outputs, &to));
   sdtune_quantised(from, weight, by_row, num_groups ? by_group : nullptr, num_groups ? least : nullptr, to, positions,
                    rows, sizes[dims - 1], int64_t(precision_of(dtype)));
-  return AOTI_TORCH_SUCCESS;
-}
-
-// The same, with the original weight of a shortlist.
-extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_sdtune_shortlisted(
-    AtenTensorHandle values, AtenTensorHandle tiles, AtenTensorHandle row_scales, AtenTensorHandle group_scales,
-    AtenTensorHandle minima, AtenTensorHandle own, AtenTensorHandle* outputs) {
-  int64_t *sizes, rows, inputs, num_values;
-  int32_t dtype;
-  void *from, *weight, *to;
-  SDTUNE_CHECK(aoti_torch_cpu_sdtune_quantised(values, tiles, row_scales, group_scales, minima, outputs));
-  SDTUNE_CHECK(aoti_torch_get_sizes(own, &sizes));
-  rows = sizes[0], inputs = sizes[1];
-  SDTUNE_CHECK(aoti_torch_get_numel(values, &num_values));
-  SDTUNE_CHECK(aoti_torch_get_dtype(values, &dtype));
-  SDTUNE_CHECK(aoti_torch_get_data_ptr(values, &from));
-  SDTUNE_CHECK(aoti_torch_get_data_ptr(own, &weight));
-  SDTUNE_CHECK(aoti_torch_get_data_ptr(*outputs, &to));
-  sdtune_shortlist(from, weight, to, num_values / inputs, rows, inputs, int64_t(precision_of(dtype)));
   return AOTI_TORCH_SUCCESS;
 }

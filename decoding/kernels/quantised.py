@@ -20,6 +20,7 @@ inputs later in the upper halves).
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -28,6 +29,7 @@ from torch.nn.functional import pad
 
 from decoding.errors import UnsupportedModelError
 from decoding.kernels.compiled import CompiledFunction, call_directly
+from decoding.kernels.linear import few_positions, refined
 
 MAX_VALUE = 127 * 128 + 63
 """Largest integer that stands for a value: 128 times a signed byte plus another one from -64 to 63."""
@@ -66,11 +68,13 @@ MAX_INPUTS = {8: 2**16, 4: 2**14}
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
 """Precisions of values and outputs, in the order of the kernel."""
 
+MAX_BFLOAT16_POSITIONS = 8
+"""Positions up to which finding the largest outputs first pays in bfloat16. More hardly cost more where AMX multiplies."""
+
 NOTHING = torch.empty(0, dtype=torch.uint8)
 """Group scales and minima of int8. The same tensor for all layers is one input of a compiled block, in place of two for each."""
 
 MULTIPLY = CompiledFunction("quantised.cpp", "sdtune_quantised", [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 4)
-SHORTLIST = CompiledFunction("quantised.cpp", "sdtune_shortlist", [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4)
 
 
 class PackedWeight(nn.Module):
@@ -194,29 +198,6 @@ def _(values: Tensor, tiles: Tensor, scales: Tensor, group_scales: Tensor, minim
     return values.new_empty((*values.shape[:-1], scales.shape[0]))
 
 
-@torch.library.custom_op("sdtune::shortlisted", mutates_args=())
-def multiply_shortlisted(
-    values: Tensor, tiles: Tensor, scales: Tensor, group_scales: Tensor, minima: Tensor, own: Tensor
-) -> Tensor:
-    """Multiply as `multiply_integers`; the largest outputs of each position are products with `own` [outputs, inputs]."""
-    values = values.contiguous()
-    outputs = multiply_integers(values, tiles, scales, group_scales, minima)
-    SHORTLIST(
-        values.data_ptr(),
-        own.data_ptr(),
-        outputs.data_ptr(),
-        values.shape[:-1].numel(),
-        *own.shape,
-        PRECISIONS.index(values.dtype),
-    )
-    return outputs
-
-
-@multiply_shortlisted.register_fake
-def _(values: Tensor, tiles: Tensor, scales: Tensor, group_scales: Tensor, minima: Tensor, own: Tensor) -> Tensor:
-    return values.new_empty((*values.shape[:-1], own.shape[0]))
-
-
 class QuantisedRows(nn.Module):
     """A quantised linear layer, whose rows can be replaced in place."""
 
@@ -307,20 +288,44 @@ class TiledLinear(QuantisedRows):
         return outputs if self.bias is None else outputs + self.bias.to(input.dtype)
 
 
-class ShortlistedLinear(nn.Module):
-    """A linear layer by the kernel, of whose outputs the largest 16 are products with its contiguous `weight` [outputs, inputs].
+class RefinedLinear(nn.Module):
+    """A linear layer whose largest outputs are those of `FewPositionsLinear` with its contiguous `weight` [outputs, inputs].
 
-    `found_by` is the same layer with integer weights, without a bias, which says what outputs these are: SVD-softmax (NeurIPS
-    2017), with fewer bits in place of fewer dimensions. The weight is shared. Inference only, with inputs of its precision.
+    `found_by` is the same layer with integer weights, without a bias, whose outputs the others are. It says which are the largest:
+    SVD-softmax (NeurIPS 2017), with fewer bits in place of fewer dimensions. They are 16, or with `bounds` [outputs] all that may
+    be the largest (see `error_bounds`). The weight is shared. Inference only, with inputs of its precision.
     """
 
-    def __init__(self, weight: Tensor, found_by: TiledLinear) -> None:
+    bounds: Tensor
+
+    def __init__(self, weight: Tensor, found_by: TiledLinear, bounds: Tensor | None = None) -> None:
         super().__init__()
         self.weight, self.found_by = weight, found_by
+        self.register_buffer("bounds", torch.empty(0) if bounds is None else bounds)
 
     def forward(self, input: Tensor) -> Tensor:
-        by = self.found_by
-        return multiply_shortlisted(input, by.tiles, by.scales, by.group_scales, by.minima, self.weight.detach())
+        by, has_bounds = self.found_by, self.bounds.numel() > 0
+        if has_bounds and input.dtype is torch.bfloat16 and input.shape[:-1].numel() > MAX_BFLOAT16_POSITIONS:
+            return few_positions(input, self.weight.detach())
+        found = multiply_integers(input, by.tiles, by.scales, by.group_scales, by.minima)
+        return refined(found, input, self.weight.detach(), self.bounds)
+
+
+def error_bounds(weight: Tensor) -> Tensor:
+    """Return [outputs] in float32: how far int8 outputs of `weight` [outputs, inputs] may be off, per unit of the input's norm.
+
+    By Cauchy-Schwarz, a row's outputs differ by at most the norm of its rounding errors times that of the input (our formulation).
+    Rounding the input, and adding up in float32, is in it. Raises `UnsupportedModelError` if the weight is not finite.
+    """
+    inputs = weight.shape[1]
+    of_sums, of_values = inputs * 2.0**-23, 1.01 * math.sqrt(inputs) / (2 * MAX_VALUE)
+    bounds = []
+    for rows in weight.split(max(1, ROUNDED // inputs)):
+        packed = Int8Weight(rows)
+        own = packed.integers(0, len(rows)) * packed.scales.double()[:, None]
+        error, norm = (rows.double() - own).norm(dim=1), rows.double().norm(dim=1)
+        bounds.append(error + (of_sums + of_values) * (norm + error))
+    return 1.001 * torch.cat(bounds).float()
 
 
 def _tiles(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
@@ -340,10 +345,9 @@ def _tiles(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def register() -> None:
-    for name, num_tensors in ("quantised", 5), ("shortlisted", 6):
-        call_directly(
-            getattr(torch.ops.sdtune, name).default,
-            f"aoti_torch_cpu_sdtune_{name}",
-            num_tensors,
-            size=lambda values, tiles, scales, *_: [*values.get_size()[:-1], scales.get_size()[0]],
-        )
+    call_directly(
+        torch.ops.sdtune.quantised.default,
+        "aoti_torch_cpu_sdtune_quantised",
+        num_tensors=5,
+        size=lambda values, tiles, scales, *_: [*values.get_size()[:-1], scales.get_size()[0]],
+    )

@@ -185,12 +185,18 @@ class StaticRunner(EagerRunner):
         if exact_width:
             # One shape for all passes over a sequence: kernels are picked by shape, including the number of rows whose
             # logits are computed.
-            shape = _Shape(exact_width, self.buckets.capacity(cache.capacity), looks=looks)
+            shape = _Shape(exact_width, self.buckets.capacity(cache.capacity), looks=looks, only_best=cache.only_best)
         else:
             bucket = self.buckets.width(width)
             reach = self._reach(cache.storage, start + bucket)
             shape = _Shape(
-                bucket, reach, last_only and bucket > 1, states is not None, looks=looks, is_tree=positions is not None
+                bucket,
+                reach,
+                last_only and bucket > 1,
+                states is not None,
+                looks=looks,
+                is_tree=positions is not None,
+                only_best=cache.only_best,
             )
         buffers = self._buffers(cache, shape.width)
         buffers.fill(token_ids, start, states)
@@ -366,6 +372,7 @@ def _bound(
 ) -> Callable[[], OutputsT]:
     """Return the pass bound to its storage, without keeping its part or any sequence alive."""
     whole = KVCache(len(storage.layers), storage.capacity, storage)
+    whole.only_best = isinstance(shape, _Shape) and shape.only_best
     weak = weakref.ref(part)
 
     def run() -> OutputsT:
@@ -390,6 +397,8 @@ class _Shape:
     """True if the pass computes the confidence of its logits."""
     is_tree: bool = False
     """True if the positions in the sequence are given, as they are not those of the slots."""
+    only_best: bool = False
+    """See `KVCache.only_best`."""
 
 
 class _Buffers:

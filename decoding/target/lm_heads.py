@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import cast
@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decoding.errors import UnsupportedModelError
-from decoding.kernels.choice import quantised_linear, quantised_lm_head
+from decoding.kernels.choice import can_choose, choosing_lm_head, quantised_linear, quantised_lm_head
 from decoding.kernels.quantised import QuantisedRows
 from decoding.runners.contract import BlockCall
 from decoding.runners.eager import EagerRunner
 from decoding.target.linears import QuantisedLayers, is_plain_linear, with_fast_linears
-from decoding.target.stand_ins import FixedShapesLMHead, PassState, StandIn
+from decoding.target.stand_ins import Emit, FixedShapesLMHead, PassState, StandIn
 from decoding.target.weights import Make, ModelWeights
 
 LEFT_OUT = -1e4
@@ -162,10 +162,14 @@ class LMHead:
     """[rows]: the tokens of these rows; None if they are all."""
     text_rows: TextRows | None = None
     """Those of the rows that follow the text."""
+    choosing: nn.Module | None = None
+    """Takes the place of `module` where only the most likely token is read; see `decoding.kernels.choice.choosing_lm_head`."""
 
     def stand_in(self, current: PassState) -> nn.Module:
         """Return the module in the LM head's place."""
-        module = self.module if self.call is None else FixedShapesLMHead(self.module, current=current, call=self.call)
+        module = self.module
+        if self.call is not None:
+            module = FixedShapesLMHead(module, current=current, call=self.call, choosing=self.choosing)
         return module if self.token_ids is None else DraftLMHead(self.own, rows=module, token_ids=self.token_ids)
 
 
@@ -180,9 +184,16 @@ class LMHeads:
     """The LM heads of one target. None stands for the model's own, called as the model does."""
 
     def __init__(
-        self, model: PreTrainedModel, runner: EagerRunner, weights: ModelWeights, quantised: QuantisedLayers
+        self,
+        model: PreTrainedModel,
+        runner: EagerRunner,
+        weights: ModelWeights,
+        quantised: QuantisedLayers,
+        logits_by: Callable[[str, nn.Module], Tensor],
     ) -> None:
+        """`logits_by` returns the model's logits with another LM head of that name."""
         self._model, self._runner, self._weights, self._quantised = model, runner, weights, quantised
+        self._logits_by = logits_by
         # Weak: rows are copies of weights, and are not to outlive the views that draft from them.
         self._rows = WeakValueDictionary[DraftVocabulary, nn.Module]()
         self._fast_rows = WeakValueDictionary[DraftVocabulary, nn.Module]()
@@ -200,7 +211,18 @@ class LMHeads:
         if call is None or name is None or self._model.get_input_embeddings().weight.device.type != "cpu":
             return None
         own = getattr(self._model, name)
-        return LMHead(name, own, with_fast_linears(own, self._weights.copied), call)
+        fast = with_fast_linears(own, self._weights.copied)
+        return LMHead(name, own, fast, call, choosing=self._choosing(name, own))
+
+    def _choosing(self, name: str, own: nn.Linear) -> nn.Module | None:
+        """Return the LM head for passes of which only the most likely token is read, if there is one."""
+        if not is_plain_linear(own) or not can_choose(own):
+            return None
+        # A model that caps its logits may make different ones equal, of which the first would be chosen.
+        known = torch.linspace(-1000, 1000, own.out_features, dtype=own.weight.dtype).view(1, 1, -1)
+        if not torch.equal(self._logits_by(name, Emit(own, states=known, num_outputs=0)), known):
+            return None
+        return self._weights.copied(partial(choosing_lm_head, own))
 
     def of_drafts(self, vocabulary: DraftVocabulary | None, bits: int | None) -> LMHead | None:
         """Return the LM head of drafts: all of it, or the rows for a vocabulary; quantised if `bits` are given."""

@@ -52,7 +52,7 @@ class ModelPart:
     def compute(self, inputs: Inputs) -> Outputs:
         """Run one pass; see `runners.Part`."""
         current = self._current
-        current.begin(inputs.token_ids.shape[1], inputs.last, inputs.states)
+        current.begin(inputs.token_ids.shape[1], inputs.last, inputs.states, only_best=inputs.cache.only_best)
         masks = {"attention_mask": inputs.masks[0]} if inputs.masks else {}
         try:
             with attention_backends(inputs.token_ids.device, fixed_shape=inputs.fixed_shape):

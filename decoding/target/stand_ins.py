@@ -60,14 +60,16 @@ class PassState(threading.local):
         self.width = 1
         self.last: Tensor | None = None
         """Index of the last position that is not padding: [1], or one per sequence; None without padding."""
+        self.only_best = False
+        """True if of the logits only the largest need to be exact."""
         self.states: Tensor | None = None
         """[.., width or width - 1, hidden]: the states that a `Resume` resumes from."""
         self.tapped: list[Tensor] = []
         self.narrowed: dict[int, tuple[Any, Any]] = {}
         """Inputs of blocks by id, with what a `LastPosition` has made of them: made for the first block, used by all."""
 
-    def begin(self, width: int, last: Tensor | None, states: Tensor | None) -> None:
-        self.width, self.last, self.states = width, last, states
+    def begin(self, width: int, last: Tensor | None, states: Tensor | None, *, only_best: bool = False) -> None:
+        self.width, self.last, self.states, self.only_best = width, last, states, only_best
         self.tapped.clear()
         self.narrowed.clear()
 
@@ -186,13 +188,17 @@ class FixedShapes(StandIn):
 class FixedShapesLMHead(StandIn):
     """Calls the LM head by `call` over one position of the `current` fixed-shape pass.
 
-    In other passes the LM head runs as it is.
+    In other passes the LM head runs as it is. `choosing`, if there is one, takes its place in fixed-shape passes whose largest
+    logits are enough.
     """
 
     def forward(self, hidden_states: Tensor) -> Any:
-        if self.current.last is None or hidden_states.shape[:-1].numel() > 1:
-            return self.block(hidden_states)
-        return self.call(self.block, hidden_states, (), {})
+        current, block = self.current, self.block
+        if current.last is None:
+            return block(hidden_states)
+        if current.only_best and self.choosing is not None:
+            block = self.choosing
+        return block(hidden_states) if hidden_states.shape[:-1].numel() > 1 else self.call(block, hidden_states, (), {})
 
 
 def first_of(output: Any) -> Tensor:

@@ -23,7 +23,7 @@ from decoding.target.attention import repeats_of, with_grouped_attention, with_k
 from decoding.target.equivalence import check_runner, find_shared_pass_difference
 from decoding.target.linears import QuantisedLayers, with_fast_linears
 from decoding.target.lm_heads import DraftVocabulary, LMHeads
-from decoding.target.parts import ModelPart, without
+from decoding.target.parts import ModelPart, run_whole, with_blocks, without
 from decoding.target.soundness import Checks, separable
 from decoding.target.stand_ins import Emit, FixedShapes, Identity, PassState, shallow_copy
 from decoding.target.weights import ModelWeights, align_to_cache_lines
@@ -59,7 +59,7 @@ class Target:
             align_to_cache_lines(model)
         self._weights = ModelWeights(model, frequencies_change=self._rope_change is not None)
         self.quantised = QuantisedLayers(_router_sizes(self.config), self._weights.copied)
-        self.lm_heads = LMHeads(self.model, self.runner, self._weights, self.quantised)
+        self.lm_heads = LMHeads(self.model, self.runner, self._weights, self.quantised, self._logits_by)
         self._known: dict[object, Any] = {}
         self.stack = [self.prepare_block(block, index) for index, block in enumerate(self.blocks)]
         self.whole = self.part(self.stack, is_whole=True)
@@ -145,6 +145,13 @@ class Target:
         """Return blocks that output `states` and run nothing: only the final norm and the LM head do."""
         first, *others = self.blocks
         return [Emit(first, states=states, num_outputs=self.anatomy.block_outputs), *self.passed_by(others)]
+
+    @torch.no_grad()
+    def _logits_by(self, name: str, lm_head: nn.Module) -> Tensor:
+        """Return logits [1, 1, vocabulary] of the model without blocks, with `lm_head` in place of its own."""
+        view = with_blocks(self.model, self.anatomy.path, self.passed_by(list(self.blocks)))
+        setattr(view, name, lm_head)
+        return run_whole(view, torch.zeros((1, 1), dtype=torch.long, device=self.device), 0)
 
     def prepare_block(self, block: nn.Module, index: int, *, bits: int | None = None) -> nn.Module:
         """Return `block` at the model's block index `index`, as this target's runner calls it; quantised if `bits` are given."""

@@ -74,6 +74,7 @@ class PromptedBatch:
         self.sequences = []
         for row, tokens in enumerate(texts):
             cache = self._lockstep.new_cache(row, capacity)
+            cache.only_best = True  # costs are those of greedy decoding
             text = TokenSequence(tokens[:num_read], capacity, target.device, cache.company)
             self.sequences.append(Prompted(text, cache))
 

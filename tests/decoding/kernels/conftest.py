@@ -22,7 +22,7 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         pytest.skip("it has no better instructions")
     read, define = compiled._read, f"#define {LESSER[request.param]}\n"
     monkeypatch.setattr(compiled, "_read", lambda name: define * name.endswith(".cpp") + read(name))
-    functions = (attention, "ATTEND"), (linear, "MULTIPLY"), (quantised, "MULTIPLY"), (quantised, "SHORTLIST")
+    functions = (attention, "ATTEND"), (linear, "MULTIPLY"), (quantised, "MULTIPLY"), (linear, "REFINE")
     for module, name in functions:
         best = getattr(module, name)
         monkeypatch.setattr(module, name, CompiledFunction(best._source, best._name, best._arguments))

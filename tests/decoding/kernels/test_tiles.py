@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from decoding.kernels import linear
 from decoding.kernels import quantised as kernels
-from decoding.kernels.choice import kernel_for, quantised_lm_head
+from decoding.kernels.choice import choosing_lm_head, kernel_for, quantised_lm_head
 from decoding.kernels.choice import quantised_linear as quantised
-from decoding.kernels.quantised import MAX_INPUTS, PACKED, QuantisedLinear, ShortlistedLinear, TiledLinear
+from decoding.kernels.quantised import MAX_INPUTS, PACKED, QuantisedLinear, RefinedLinear, TiledLinear
 from decoding.runners.compilation import CompiledBlocks, compiling
 
 needs_kernel = pytest.mark.skipif(
@@ -30,7 +31,7 @@ def test_kernel_and_plain_torch_agree_bit_for_bit(bits: int, dtype: torch.dtype)
         weight = torch.randn(num_outputs, num_inputs)
         kernel, plain = TiledLinear(weight, bits, torch.randn(num_outputs)), QuantisedLinear(PACKED[bits](weight), None)
         plain.bias = kernel.bias
-        for shape in ((), (1, 1), (1, 2), (3,), (2, 2), (1, 5), (1, 6), (7,), (1, 13)):
+        for shape in ((), (1, 1), (1, 2), (3,), (2, 2), (1, 5), (1, 6), (7,), (1, 13), (1, 37)):
             values = (5 * torch.randn(*shape, num_inputs)).to(dtype)
             values[..., : num_inputs // 2] /= 100
             assert torch.equal(kernel(values), plain(values))
@@ -91,54 +92,30 @@ def test_compiled_code_calls_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     torch.manual_seed(0)
     call = CompiledBlocks(torch.device("cpu"))
     layers = [quantised(nn.Linear(24, 24, dtype=torch.bfloat16), bits) for bits in PACKED]
-    monkeypatch.setattr("decoding.kernels.choice.MIN_SHORTLISTED", 0)
-    layers.append(quantised_lm_head(nn.Linear(24, 50, bias=False, dtype=torch.bfloat16), 8))
+    monkeypatch.setattr("decoding.kernels.choice.MIN_REFINED", 0)
+    own = nn.Linear(24, 50, bias=False, dtype=torch.bfloat16)
+    layers += [quantised_lm_head(own, 8), choosing_lm_head(own)]
     values = torch.randn(1, 5, 24).bfloat16()
     expected = [layer(values) for layer in layers]
-    for name in ("MULTIPLY", "SHORTLIST"):  # compiled code does not go through Python
-        monkeypatch.setattr(kernels, name, None)
+    for module, name in (kernels, "MULTIPLY"), (linear, "REFINE"):  # compiled code does not go through Python
+        monkeypatch.setattr(module, name, None)
     with compiling(call):
         for layer, outputs in zip(layers, expected, strict=True):
             assert torch.equal(call(layer, values, (), {}), outputs)
     assert call.problem is None
 
 
-@pytest.mark.usefixtures("instructions")
-@needs_kernel
-@torch.inference_mode()
-@pytest.mark.parametrize(
-    ("dtype", "unit"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str
-)
-@pytest.mark.parametrize("bits", PACKED)
-def test_the_largest_outputs_of_a_shortlist_are_products_with_its_weight(
-    bits: int, dtype: torch.dtype, unit: float
-) -> None:
-    torch.manual_seed(0)
-    for num_inputs, num_outputs in [*SIZES, (64, 1000)]:
-        weight = torch.randn(num_outputs, num_inputs).to(dtype)
-        found_by = TiledLinear(weight, bits, None)
-        layer = ShortlistedLinear(weight, found_by)
-        for shape in ((), (1, 1), (2, 3), (1, 13)):
-            values = torch.randn(*shape, num_inputs).to(dtype)
-            found, by, own = layer(values), found_by(values), values.double() @ weight.double().T
-            least = by.float().topk(min(16, num_outputs)).values[..., -1:]
-            is_in, is_out = by > least, by < least  # outputs that are equal to the least one may be either
-            torch.testing.assert_close(found[is_in].double(), own[is_in], rtol=unit, atol=unit)
-            assert torch.equal(found[is_out], by[is_out])
-            assert ((found != by).sum(-1) <= 16).all()
-
-
 @needs_kernel
 @torch.inference_mode()
 def test_a_large_lm_head_has_a_shortlist_that_int4_finds_where_it_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     own = nn.Linear(24, 50, bias=False)
-    monkeypatch.setattr("decoding.kernels.choice.MIN_SHORTLISTED", 24 * 50 + 1)
+    monkeypatch.setattr("decoding.kernels.choice.MIN_REFINED", 24 * 50 + 1)
     assert isinstance(quantised_lm_head(own, 8), TiledLinear)
-    monkeypatch.setattr("decoding.kernels.choice.MIN_SHORTLISTED", 24 * 50)
+    monkeypatch.setattr("decoding.kernels.choice.MIN_REFINED", 24 * 50)
     for has_vnni, bits in ((True, 4), (False, 8)):
         monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda has_vnni=has_vnni: has_vnni)
         layer = quantised_lm_head(own, 8)
-        assert isinstance(layer, ShortlistedLinear)
+        assert isinstance(layer, RefinedLinear)
         assert layer.found_by.bits == bits
         assert layer.weight is own.weight
     assert isinstance(quantised_lm_head(nn.Linear(24, 50), 8), TiledLinear), "one with a bias"

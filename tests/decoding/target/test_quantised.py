@@ -116,7 +116,7 @@ def test_the_likeliest_tokens_have_logits_of_a_large_lm_heads_own_weights(
     with monkeypatch.context() as patch:
         patch.setattr("decoding.target.lm_heads.quantised_lm_head", lambda own, bits: own)
         expected = logits_after(Target(model, RUNNERS["static"]), bits=bits)
-    monkeypatch.setattr("decoding.kernels.choice.MIN_SHORTLISTED", 0)
+    monkeypatch.setattr("decoding.kernels.choice.MIN_REFINED", 0)
     target = Target(model, RUNNERS["static"])
     found, likeliest = logits_after(target, bits=bits), expected.topk(8).indices
     assert agree(found.gather(1, likeliest), expected.gather(1, likeliest))
