@@ -1,9 +1,10 @@
 """What passes cost on models of other shapes than SmolLM2's: large vocabularies, windows, more norms, grouped heads, biases.
 
 Random models, each in a process of its own. The passes of a model take turns: a plain one by the eager and by the static runner,
-a verifying one of four positions, and a step of the int8 draft, from all tokens and from fewer. Beside them stands the share of
-bytes that its weights have in plain ones, which it would take if only reading weights counted. Then both drafts decode, and their
-texts are compared with plain decoding. How often drafts from fewer tokens are right, random models do not tell.
+the same with all logits exact, as a sampled request needs them, a verifying one of four positions, and a step of the int8 draft,
+from all tokens and from fewer. Beside them stands the share of bytes that its weights have in plain ones, which it would take if
+only reading weights counted. Then both drafts decode, and their texts are compared with plain decoding, and with the eager
+runner's. How often drafts from fewer tokens are right, random models do not tell.
 
     python -m benchmarks.shapes --threads 1 --json shapes.json
 """
@@ -67,14 +68,16 @@ def measure(name: str, dtype: str, threads: int) -> dict[str, Any]:
     )
     ids = torch.randint(1, config.vocab_size, (1, CONTEXT + 4), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        slow, cache = eager.new_cache(CONTEXT + 64), target.new_cache(CONTEXT + 64)
-        for reader, keys in ((eager, slow), (target, cache)):
+        slow, cache, all_logits = (each.new_cache(CONTEXT + 64) for each in (eager, target, target))
+        for reader, keys in ((eager, slow), (target, cache), (target, all_logits)):
             reader.forward(ids[:, :CONTEXT], keys, 0, last_only=True)
-            keys.length = CONTEXT
+            keys.length, keys.only_best = CONTEXT, True
+        all_logits.only_best = False
         one, four = ids[:, CONTEXT : CONTEXT + 1], ids[:, CONTEXT : CONTEXT + 4]
         passes = {
             "eager": lambda: eager.run(eager.whole, one, slow, CONTEXT, last_only=True),
             "static": lambda: target.run(target.whole, one, cache, CONTEXT, last_only=True),
+            "all logits": lambda: target.run(target.whole, one, all_logits, CONTEXT, last_only=True),
             "verify 4": lambda: target.run(target.whole, four, cache, CONTEXT),
             "int8 step": lambda: view.run(one, cache, CONTEXT),
             "from fewer": lambda: narrow.run(one, cache, CONTEXT),
@@ -88,7 +91,7 @@ def measure(name: str, dtype: str, threads: int) -> dict[str, Any]:
                     seconds[each].append(perf_counter() - began)
     found = {each: median(values) for each, values in seconds.items()}
     request = Request(tuple(ids[0, :32].tolist()), Ending(NEW_TOKENS, frozenset()))
-    plain = plain_decoder(target).generate(request)
+    plain, slowly = (plain_decoder(each).generate(request) for each in (target, eager))
     drafted, fewer = (
         Decoder(target, LayerSkip(bits=8, ids_below=each), Fixed(max_tokens=4)).generate(request)
         for each in (None, below)
@@ -102,11 +105,11 @@ def measure(name: str, dtype: str, threads: int) -> dict[str, Any]:
         "plain, ms": 1000 * found["static"],
         **{
             f"{each} / plain": found[each] / found["static"]
-            for each in ("eager", "verify 4", "int8 step", "from fewer")
+            for each in ("eager", "all logits", "verify 4", "int8 step", "from fewer")
         },
         "by bytes": 1 / embedding.itemsize,
         "tokens a round": len(drafted.tokens) / max(1, len(drafted.rounds)),
-        "identical": drafted.tokens == plain.tokens == fewer.tokens,
+        "identical": drafted.tokens == plain.tokens == fewer.tokens == slowly.tokens,
     }
 
 

@@ -79,10 +79,14 @@ class MemoryPlan:
 
     @property
     def quantised(self) -> int:
-        """Most bytes of quantised weights: all blocks and the LM head in every precision at a time, as costs are measured."""
-        size = self.size
-        num_weights = size.num_layers * size.block_parameters + size.vocabulary * size.hidden_size
-        return round(num_weights * sum(BYTES_PER_WEIGHT[bits] for bits in self.bits))
+        """Most bytes of quantised weights: all blocks and the LM head in every precision at a time, as costs are measured.
+
+        On a CPU there is an LM head in int8 for greedy passes, too.
+        """
+        size, of_drafts = self.size, sum(BYTES_PER_WEIGHT[bits] for bits in self.bits)
+        of_greedy = BYTES_PER_WEIGHT[8] if resolve_device(self.config.device).type == "cpu" else 0
+        lm_head = size.vocabulary * size.hidden_size
+        return round(size.num_layers * size.block_parameters * of_drafts + lm_head * (of_drafts + of_greedy))
 
     @property
     def survey(self) -> int:
@@ -186,8 +190,9 @@ def _rows(plan: MemoryPlan) -> Iterator[tuple[str, int, str]]:
             f"{min(plan.num_distilled, MAX_LOADED)} of {plan.num_distilled} loaded at a time",
         )
     if plan.quantised:
-        precisions = " and ".join(f"int{bits}" for bits in plan.bits)
-        yield "quantised drafts", plan.quantised, f"copies of the blocks' weights and the LM head in {precisions}"
+        precisions = " and ".join(f"int{bits}" for bits in plan.bits) or "int8"
+        copied = "the blocks' weights and the LM head" if plan.bits else "the LM head"
+        yield "quantised weights", plan.quantised, f"copies of {copied} in {precisions}"
     if plan.survey:
         yield "surveys", plan.survey, f"up to {plan.num_surveyed} sequences"
     if plan.distillation:
