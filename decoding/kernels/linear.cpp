@@ -346,9 +346,10 @@ class Largest {
   template <typename Kind>
   static std::vector<int64_t> among(
       const typename Kind::Value* found, int64_t rows, const float* bounds, const typename Kind::Value* values, int64_t inputs) {
-    const Lanes norm = all(norm_of<Kind>(values, inputs)), rounding = all(Kind::kRounding);
+    // A product below the smallest normal numbers may be flushed to zero.
+    const Lanes norm = all(norm_of<Kind>(values, inputs)), rounding = all(Kind::kRounding), flushed = all(1e-30f);
     const auto reach = [&](int64_t first, int64_t count, Lanes some) {
-      return multiply_add(load(bounds + first, count), norm, multiply(absolute(some), rounding));
+      return multiply_add(load(bounds + first, count), norm, multiply_add(absolute(some), rounding, flushed));
     };
     float least = -std::numeric_limits<float>::infinity();  // that the largest product can be
     Lanes lower = all(least);
@@ -484,7 +485,6 @@ extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_
                   dtype == aoti_torch_dtype_bfloat16() ? 2 : 4);
   return AOTI_TORCH_SUCCESS;
 }
-
 // As inductor's code calls it: allocates the outputs. Empty `bounds` mean none.
 extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_sdtune_refined(
     AtenTensorHandle found, AtenTensorHandle values, AtenTensorHandle weight, AtenTensorHandle bounds, AtenTensorHandle* outputs) {

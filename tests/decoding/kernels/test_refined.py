@@ -40,6 +40,7 @@ def weights(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     loud[torch.arange(400), torch.randint(96, (400,))] = 50.0
     yield "one large weight in each row", loud.to(dtype)
     yield "small", (1e-8 * torch.randn(400, 96)).to(dtype)
+    yield "with products below normal numbers", (1e-34 * torch.randn(400, 96)).to(dtype)
     yield "zeros", torch.zeros(400, 96, dtype=dtype)
 
 
