@@ -2,6 +2,7 @@
 //
 // A source that defines SDTUNE_AVX2 gets AVX2 in either case, one that defines SDTUNE_AVX512 no tiles of AMX.
 
+#include <ATen/cpu/Utils.h>
 #include <immintrin.h>
 
 #include <algorithm>
@@ -25,6 +26,14 @@ constexpr int64_t kLanes = 16;
 using Lanes = __m512;
 using Halves = __m256i;  // numbers of 16 bits
 using Mask = __mmask16;
+
+#if defined(SDTUNE_AMX_INT8) || defined(SDTUNE_AMX_BFLOAT16)
+// True if the system lets this process use the tiles of AMX, which have to be asked for.
+bool may_use_tiles() {
+  static const bool is_allowed = at::cpu::init_amx();
+  return is_allowed;
+}
+#endif
 
 // The mask of the first `count` lanes.
 Mask first_lanes(int64_t count) { return count >= kLanes ? 0xffff : count <= 0 ? 0 : (1u << count) - 1; }

@@ -8,7 +8,6 @@
 // Outputs that integer weights have found may have the largest of each position replaced by such sums.
 
 #include <ATen/Parallel.h>
-#include <ATen/cpu/Utils.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <cmath>
@@ -189,12 +188,6 @@ class TiledProduct {
   static constexpr int64_t kTileRows = 16, kTileInputs = 32, kTilePositions = 16;
   static constexpr int64_t kStepsAhead = 4;
 
-  // True if the system lets this process use tiles, which have to be asked for.
-  static bool allowed() {
-    static const bool is_allowed = at::cpu::init_amx();
-    return is_allowed;
-  }
-
   // At least one tile of rows.
   TiledProduct(const uint16_t* values, const uint16_t* weight, uint16_t* outputs, int64_t positions, int64_t rows, int64_t inputs)
       : weight(weight), outputs(outputs), positions(positions), rows(rows), inputs(inputs),
@@ -318,7 +311,7 @@ void multiply(const void* values, const void* weight, void* outputs, int64_t pos
 // Of float32, or of bfloat16 if `item_size` is 2.
 void multiply(const void* values, const void* weight, void* outputs, int64_t positions, int64_t rows, int64_t inputs, int64_t item_size) {
 #ifdef SDTUNE_AMX_BFLOAT16
-  if (item_size == 2 && rows >= TiledProduct::kTileRows && TiledProduct::allowed())
+  if (item_size == 2 && rows >= TiledProduct::kTileRows && may_use_tiles())
     return TiledProduct((const uint16_t*)values, (const uint16_t*)weight, (uint16_t*)outputs, positions, rows, inputs).compute();
 #endif
   if (item_size == 2) return multiply<BFloat16>(values, weight, outputs, positions, rows, inputs);

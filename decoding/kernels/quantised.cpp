@@ -2,14 +2,13 @@
 //
 // All sums are integers and exact: the same bits for any number of positions, those of `QuantisedLinear`, and the same by
 // either instruction set. With AVX-512 a value is 128 times a signed byte plus another one, so that each sum is two sums of
-// products of bytes (VNNI; int8 weights and several positions by the tiles of AMX), in 32 bits to the end. With AVX2 a value is an integer of 16 bits. Products of pairs are added in 32
-// bits as long as they fit, and then in float64.
+// products of bytes (VNNI; int8 weights and several positions by the tiles of AMX), in 32 bits to the end. With AVX2 a value is
+// an integer of 16 bits. Products of pairs are added in 32 bits as long as they fit, and then in float64.
 //
 // Weights lie in tiles of 16 rows, which `quantised.py` describes. A lane sums a row, so that nothing is added
 // across lanes. Several tiles are read at a time, each from another part of the weight.
 
 #include <ATen/Parallel.h>
-#include <ATen/cpu/Utils.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <limits>
@@ -415,18 +414,13 @@ struct Int4 : Int4Weight {
 
 #ifdef SDTUNE_AMX_INT8
 
-// int8 in the tiles of AMX: sixteen rows of the weight, 64 inputs at a time, times up to 16 positions, which take little longer than one.
+// int8 in the tiles of AMX: sixteen rows of the weight, 64 inputs at a time, times up to 16 positions, which take little longer
+// than one.
 class TilesAtOnce {
  public:
   static constexpr int64_t kPositions = 16, kFewest = 3;
   static constexpr int64_t kInputs = 64, kBytes = kInputs * kRows;  // of a tile of the processor
   static constexpr int64_t kAhead = 4;                              // tiles to prefetch
-
-  // True if the system lets this process use tiles, which have to be asked for.
-  static bool allowed() {
-    static const bool is_allowed = at::cpu::init_amx();
-    return is_allowed;
-  }
 
   // For `count` positions, until destroyed.
   explicit TilesAtOnce(int64_t count) {
@@ -452,35 +446,30 @@ class TilesAtOnce {
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
+    const auto add = [&](const uint8_t* of_first, const uint8_t* of_second) __attribute__((always_inline)) {
+      _tile_loadd(4, high, padded);
+      _tile_loadd(5, low, padded);
+      _tile_loadd(6, of_first, 64);
+      _tile_dpbsud(0, 4, 6);
+      _tile_dpbsud(1, 5, 6);
+      if constexpr (T == 2) {
+        _tile_loadd(7, of_second, 64);
+        _tile_dpbsud(2, 4, 7);
+        _tile_dpbsud(3, 5, 7);
+      }
+    };
     for (int64_t step = 0; step < whole; ++step, high += kInputs, low += kInputs, first += kBytes, second += kBytes) {
       for (int64_t line = 0; line < kBytes; line += 64) {
         _mm_prefetch((const char*)first + kAhead * kBytes + line, _MM_HINT_T0);
         if constexpr (T == 2) _mm_prefetch((const char*)second + kAhead * kBytes + line, _MM_HINT_T0);
       }
-      _tile_loadd(4, high, padded);
-      _tile_loadd(5, low, padded);
-      _tile_loadd(6, first, 64);
-      _tile_dpbsud(0, 4, 6);
-      _tile_dpbsud(1, 5, 6);
-      if constexpr (T == 1) continue;
-      _tile_loadd(7, second, 64);
-      _tile_dpbsud(2, 4, 7);
-      _tile_dpbsud(3, 5, 7);
+      add(first, second);
     }
     if (const int64_t rest = Int8Weight::tile_bytes(inputs) - whole * kBytes) {
       uint8_t last[T][kBytes] = {};
       for (int t = 0; t < T; ++t) std::copy_n(t ? second : first, rest, last[t]);
       asm volatile("" ::: "memory");  // the compiler does not know what tiles read
-      _tile_loadd(4, high, padded);
-      _tile_loadd(5, low, padded);
-      _tile_loadd(6, last[0], 64);
-      _tile_dpbsud(0, 4, 6);
-      _tile_dpbsud(1, 5, 6);
-      if constexpr (T == 2) {
-        _tile_loadd(7, last[T - 1], 64);
-        _tile_dpbsud(2, 4, 7);
-        _tile_dpbsud(3, 5, 7);
-      }
+      add(last[0], last[T - 1]);
     }
     int32_t sums[4][kPositions][kRows];
     _tile_stored(0, sums[0], 64);
@@ -592,7 +581,7 @@ struct Product {
     at::parallel_for(0, tiles, grain, [this](int64_t first, int64_t end) {
 #ifdef SDTUNE_AMX_INT8
       if constexpr (std::is_same_v<Weight, Int8>)
-        if (positions >= TilesAtOnce::kFewest && TilesAtOnce::allowed()) return compute_in_tiles(first, end);
+        if (positions >= TilesAtOnce::kFewest && may_use_tiles()) return compute_in_tiles(first, end);
 #endif
       positions == 1 ? compute_all<Weight::kTilesOfOne, true>(first, end) : compute_all<Weight::kTiles, false>(first, end);
     });

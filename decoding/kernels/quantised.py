@@ -1,4 +1,4 @@
-"""Linear layers with integer weights, for drafts (our formulation).
+"""Linear layers with integer weights, for drafts and for the choice of the most likely token (our formulation).
 
 * int8: one scale per row, symmetric.
 * int4: two per byte, in groups of 32 inputs with a scale and a minimum. Both are integers in units of the row's scale,

@@ -1,4 +1,4 @@
-"""The LM head as a target's passes call it: whole, the rows of a draft's vocabulary, quantised.
+"""The LM head as a target's passes call it: whole, for greedy choices only, the rows of a draft's vocabulary, quantised.
 
 Drafts may choose from the most frequent tokens only (FR-Spec, arXiv 2502.14856, which ranks by frequency; also EAGLE-3). A
 draft then computes logits for some rows of the LM head, and the other tokens get a logit so low that their probability is
