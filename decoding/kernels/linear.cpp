@@ -40,7 +40,7 @@ struct Float32 {
   static Lanes add(Lanes sum, Lanes weights, Lanes values) { return multiply_add(weights, values, sum); }
   static Value rounded(float sum) { return sum; }
   static Lanes outputs(const Value* from, int64_t count) { return load(from, count); }
-  static constexpr float kRounding = 0x1p-22f;  // of two outputs, relative, and more
+  static constexpr float kRounding = 0x1p-22f;  // relative, of what was found, of what may be equal to it, and of comparing them
 };
 
 struct BFloat16 {
@@ -66,7 +66,7 @@ struct BFloat16 {
     return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   }
   static Lanes outputs(const Value* from, int64_t count) { return from_bfloat16(load_halves(from, count)); }
-  static constexpr float kRounding = 0x1.6p-8f;
+  static constexpr float kRounding = 0x1.1p-7f;
 };
 
 // The values [positions, stride] as they are read. Unpacked, so that each pair is taken apart once and not in every row.

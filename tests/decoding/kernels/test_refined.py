@@ -16,6 +16,7 @@ from decoding.kernels.quantised import (
     RefinedLinear,
     TiledLinear,
     error_bounds,
+    quantised_values,
 )
 
 CPU = torch.device("cpu")
@@ -39,6 +40,9 @@ def weights(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     loud = torch.randn(400, 96)
     loud[torch.arange(400), torch.randint(96, (400,))] = 50.0
     yield "one large weight in each row", loud.to(dtype)
+    alike = 3.0 * torch.rand(400, 96) - 1.5
+    alike[:, 0] = 127.0
+    yield "nearly equal in int8", alike.to(dtype)
     yield "small", (1e-8 * torch.randn(400, 96)).to(dtype)
     yield "with products below normal numbers", (1e-34 * torch.randn(400, 96)).to(dtype)
     yield "zeros", torch.zeros(400, 96, dtype=dtype)
@@ -77,6 +81,29 @@ def test_the_largest_output_is_that_of_the_weight_bit_for_bit(dtype: torch.dtype
                 for name, other in zip(num_wrong, (found_by, careless), strict=True):
                     num_wrong[name] += int((other(given).argmax(-1) != expected.argmax(-1)).sum())
     assert all(count > 10 for count in num_wrong.values()), num_wrong
+
+
+@pytest.mark.usefixtures("instructions")
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [each for each in PRECISIONS if each.itemsize == 2], ids=str)
+def test_rows_whose_outputs_are_equal_only_when_rounded_are_among_the_largest(dtype: torch.dtype) -> None:
+    """Integers find one of the two larger and one smaller, as both are close to where rounding changes: the first is the largest."""
+    torch.manual_seed(0)
+    values, num_cases = torch.tensor([1.0, 0.30078125, 0.7109375, 0.0]).to(dtype), 0
+    rows = torch.randint(-127, 128, (2**20, 4))
+    rows[:, 3] = 127  # which makes integers of 8 bits exact
+    integers, scale = quantised_values(values)
+    exact, found = (rows.double() @ each for each in (values.double(), integers * scale.double()))
+    rounded, of_found = exact.to(dtype), found.to(dtype)
+    is_below, is_above = (exact > 64) & (of_found < rounded), (exact > 64) & (of_found > rounded)
+    for output in rounded[is_below].unique():
+        below, above = (rows[kind & (rounded == output)][:1] for kind in (is_below, is_above))
+        if len(below) and len(above):
+            weight = torch.cat([below, above, (-above).repeat(20, 1)]).to(dtype)
+            largest = RefinedLinear(weight, TiledLinear(weight, 8, None), error_bounds(weight))(values)
+            assert largest.argmax() == few_positions(values, weight).argmax()
+            num_cases += 1
+    assert num_cases > 10
 
 
 @pytest.mark.usefixtures("instructions")
