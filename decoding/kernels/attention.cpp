@@ -3,7 +3,7 @@
 // Query heads that share keys are rows of one pass over them (FlashAttention's online softmax, arXiv 2205.14135). Long
 // contexts are split into chunks, whose results are combined at the end (Flash-Decoding). Blocks and chunks begin at
 // multiples of their size, and a key that a row does not see adds exactly zero: a row's bits do not depend on the other
-// rows, the reach of the pass or the number of threads. All sums are in float32.
+// rows, the reach of the pass or the number of threads. All numbers are float32; bfloat16 is how keys, values and results are stored.
 
 #include <ATen/Parallel.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -20,42 +20,17 @@ namespace {
 constexpr int64_t kBlock = 32;  // keys at a time
 constexpr int kParts = kBlock / kLanes;  // vectors of scores
 constexpr int64_t kChunk = 512;  // keys per task
-constexpr int64_t kLine = 64;  // bytes
 constexpr int64_t kBytesAhead = kLanes == 16 ? 4096 : 8192;  // beyond a page, where the processor does not prefetch by itself
 constexpr int kRows = kLanes == 16 ? 4 : 3, kVectors = 4;  // at a time: as many sums as fit in registers
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
-// Numbers are multiplied as words of 32 bits: one float, or a pair of bfloat16 numbers.
-struct Float32 {
-  using Value = float;
-  static constexpr int64_t kPerWord = 1;
-  static Lanes values(const Value* from, int64_t count) { return load(from, count); }
-  // Words of one number from each of `kPerWord` rows.
-  static Lanes across(const Value* const from[1], int64_t count) { return load(from[0], count); }
-  static Lanes add(Lanes sum, Lanes a, Lanes b) { return multiply_add(a, b, sum); }
-  static void put(Value* to, int64_t count, Lanes values) { store(to, count, values); }
-  // Store some weights as words, and return them as they are stored.
-  static Lanes put_weights(float* to, Lanes weights) {
-    store(to, weights);
-    return weights;
-  }
-};
-
-struct BFloat16 {
-  using Value = uint16_t;
-  static constexpr int64_t kPerWord = 2;
-  static Lanes values(const Value* from, int64_t count) { return load_pairs(from, count); }
-  static Lanes across(const Value* const from[2], int64_t count) {
-    return as_pairs(load_halves(from[0], count), load_halves(from[1], count));
-  }
-  static Lanes add(Lanes sum, Lanes a, Lanes b) { return multiply_add_pairs(a, b, sum); }
-  static void put(Value* to, int64_t count, Lanes values) { store_halves(to, count, to_bfloat16(values)); }
-  static Lanes put_weights(float* to, Lanes weights) {
-    const Halves rounded = to_bfloat16(weights);
-    store_halves((uint16_t*)to, rounded);
-    return from_bfloat16(rounded);
-  }
-};
+// Keys and values as float32, at most `count` of them, and results as they are stored.
+Lanes read(const float* from) { return load(from); }
+Lanes read(const uint16_t* from) { return from_bfloat16(load_halves(from)); }
+Lanes read(const float* from, int64_t count) { return load(from, count); }
+Lanes read(const uint16_t* from, int64_t count) { return from_bfloat16(load_halves(from, count)); }
+void write(float* to, int64_t count, Lanes values) { store(to, count, values); }
+void write(uint16_t* to, int64_t count, Lanes values) { store_halves(to, count, to_bfloat16(values)); }
 
 // 2 to the power of `x`, at most 0, to float32's precision: a Taylor polynomial of half an octave to either side.
 Lanes power_of_two(Lanes x) {
@@ -65,11 +40,6 @@ Lanes power_of_two(Lanes x) {
   for (const float factor : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 1.0f / 2, 1.0f, 1.0f})
     sum = multiply_add(sum, t, all(factor));
   return times_power_of_two(sum, whole);
-}
-
-// Ask for as many bytes as are read soon. Beyond the end of a cache this does nothing.
-void prefetch(const void* from, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += kLine) _mm_prefetch((const char*)from + at + kBytesAhead, _MM_HINT_T1);
 }
 
 struct Strides {
@@ -90,9 +60,8 @@ struct Partial {
   float *values, *greatest, *sums;
 };
 
-template <typename Kind>
+template <typename Value>
 struct Attention {
-  using Value = typename Kind::Value;
   States<Value> query, key, value;
   // [batch or 1, 1 or 2, width]: the position of each row, which sees the keys before it, and its own key. In a tree the two
   // differ, and own keys are in the second row.
@@ -105,10 +74,6 @@ struct Attention {
   int64_t rows() const { return shared * width; }
   int64_t padded() const { return (size + kLanes - 1) / kLanes * kLanes; }
   int64_t groups() const { return heads / shared; }
-  // Words of a query or key, which lie along the size, and of a row's weights, which lie along the keys.
-  int64_t words() const { return (size + Kind::kPerWord - 1) / Kind::kPerWord; }
-  int64_t padded_words() const { return (words() + kLanes - 1) / kLanes * kLanes; }
-  static constexpr int64_t kWeightWords = kBlock / Kind::kPerWord;
 
   // The keys that row `row` sees: from `first` up to but not including `end`, and its own, which is not before them.
   void limits(int64_t text, int64_t row, int64_t* first, int64_t* end, int64_t* self) const {
@@ -118,69 +83,79 @@ struct Attention {
     *self = std::min(of_row[own_offset], slots - 1);
   }
 
-  // One thread's memory, in words.
+  // Few rows read keys and values where they are. For more, each is converted once.
+  bool are_few() const { return rows() <= kRows; }
+  bool reads_values_in_place() const { return size == padded() && (are_few() || std::is_same_v<Value, float>); }
+
+  // One thread's memory.
   struct Scratch {
     std::vector<float> queries, keys, values, weights;
     std::vector<int64_t> first, end, self;
-    const float* read;  // values [kWeightWords, size] of a block, `step` words apart
-    int64_t step;
     Scratch(const Attention& of)
-        : queries(of.rows() * of.padded_words()), keys(of.padded_words() * kBlock), values(kWeightWords * of.padded()),
-          weights(of.rows() * kBlock), first(of.rows()), end(of.rows()), self(of.rows()) {}
+        : queries(of.rows() * of.padded()), keys(of.are_few() ? 0 : of.padded() * kBlock),
+          values(of.reads_values_in_place() ? 0 : kBlock * of.padded()), weights(of.rows() * kBlock), first(of.rows()),
+          end(of.rows()), self(of.rows()) {}
   };
 
   void read_queries(Scratch& own, int64_t text, int64_t group) const {
     for (int64_t row = 0; row < rows(); ++row) {
       const Value* from = query.at(text, group * shared + row / width, row % width);
-      for (int64_t word = 0; word < padded_words(); word += kLanes) {
-        const int64_t d = word * Kind::kPerWord;
-        store(&own.queries[row * padded_words() + word], Kind::values(from + d, size - d));
-      }
+      for (int64_t d = 0; d < padded(); d += kLanes) store(&own.queries[row * padded() + d], read(from + d, size - d));
       limits(text, row, &own.first[row], &own.end[row], &own.self[row]);
     }
   }
 
-  // Keys [words, kBlock] from slot `slot` on; zeros after the first `count`.
+  // The numbers [kLanes, kLanes keys] from `d` on of the keys from slot `slot` on; zeros after the first `count` keys. Meanwhile
+  // the processor is asked for the next keys and for the values of these, in the order in which they lie in memory: it fetches
+  // them faster so.
+  [[gnu::always_inline]] void read_tile(int64_t text, int64_t group, int64_t slot, int64_t d, int64_t count,
+                                        Lanes (&tile)[kLanes]) const {
+    const Value *keys = key.at(text, group, slot), *values = value.at(text, group, slot);
+    const auto read_all = [&](int64_t present, auto numbers) __attribute__((always_inline)) {
+      for (int64_t i = 0; i < kLanes; ++i) {
+        _mm_prefetch((const char*)(keys + (d + i) * kLanes) + kBytesAhead, _MM_HINT_T1);
+        _mm_prefetch((const char*)(values + (d + i) * kLanes), _MM_HINT_T0);
+        tile[i] = i < present ? read(keys + i * key.by.slot + d, numbers) : zeros();
+      }
+    };
+    constexpr std::integral_constant<int64_t, kLanes> kAll;
+    size - d < kLanes ? read_all(count, size - d) : count < kLanes ? read_all(count, kAll) : read_all(kLanes, kAll);
+    transpose(tile);
+  }
+
+  // Keys [size, kBlock] from slot `slot` on; zeros after the first `count`.
   void read_keys(Scratch& own, int64_t text, int64_t group, int64_t slot, int64_t count) const {
-    for (int64_t word = 0; word < padded_words(); word += kLanes) {
-      const int64_t d = word * Kind::kPerWord;
-      for (int64_t first = 0; first < kBlock; first += kLanes) {
+    for (int64_t first = 0; first < kBlock; first += kLanes) {
+      for (int64_t d = 0; d < padded(); d += kLanes) {
         Lanes tile[kLanes];
-        const Value* from = key.at(text, group, slot + first) + d;
-        const auto read = [&](int64_t keys, auto numbers) {
-          for (int64_t i = 0; i < kLanes; ++i) {
-            prefetch(from + i * key.by.slot, numbers * sizeof(Value));
-            tile[i] = i < keys ? Kind::values(from + i * key.by.slot, numbers) : zeros();
-          }
-        };
-        constexpr std::integral_constant<int64_t, kLanes * Kind::kPerWord> kAll;
-        size - d < kAll ? read(count - first, size - d) : count - first < kLanes ? read(count - first, kAll) : read(kLanes, kAll);
-        transpose(tile);
-        for (int64_t i = 0; i < kLanes; ++i) store(&own.keys[(word + i) * kBlock + first], tile[i]);
+        read_tile(text, group, slot + first, d, count - first, tile);
+        for (int64_t i = 0; i < kLanes; ++i) store(&own.keys[(d + i) * kBlock + first], tile[i]);
       }
     }
   }
 
-  // Values from slot `slot` on; where they are, if they can be read so. A word that is not whole repeats its number: the other one's
-  // weight is 0.
   void read_values(Scratch& own, int64_t text, int64_t group, int64_t slot, int64_t count) const {
-    if constexpr (Kind::kPerWord == 1) {
-      if (size == padded()) {
-        own.read = value.at(text, group, slot), own.step = value.by.slot;
-        for (int64_t i = 0; i < count; ++i) prefetch(own.read + i * own.step, size * sizeof(Value));
-        return;
-      }
+    for (int64_t i = 0; i < count; ++i) {
+      const Value* from = value.at(text, group, slot + i);
+      for (int64_t d = 0; d < padded(); d += kLanes) store(&own.values[i * padded() + d], read(from + d, size - d));
     }
-    own.read = own.values.data(), own.step = padded();
-    for (int64_t i = 0; i < count; i += Kind::kPerWord) {
+  }
+
+  // Scores of `R` rows, as `score` adds them up, with keys that are read for these rows alone.
+  template <int R>
+  void score_reading(Scratch& own, int64_t text, int64_t group, int64_t row, int64_t slot, int64_t count) const {
+    for (int64_t first = 0; first < kBlock; first += kLanes) {
+      Lanes sums[R];
+      for (auto& sum : sums) sum = zeros();
       for (int64_t d = 0; d < padded(); d += kLanes) {
-        const Value* from[Kind::kPerWord];
-        for (int64_t j = 0; j < Kind::kPerWord; ++j) {
-          from[j] = value.at(text, group, slot + std::min(i + j, count - 1)) + d;
-          prefetch(from[j], kLanes * sizeof(Value));
-        }
-        store(&own.values[i / Kind::kPerWord * padded() + d], Kind::across(from, size - d));
+        Lanes tile[kLanes];
+        read_tile(text, group, slot + first, d, count - first, tile);
+        const float* q = &own.queries[row * padded() + d];
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < kLanes; ++i)
+          for (int r = 0; r < R; ++r) sums[r] = multiply_add(all(q[r * padded() + i]), tile[i], sums[r]);
       }
+      for (int r = 0; r < R; ++r) store(&own.weights[(row + r) * kBlock + first], sums[r]);
     }
   }
 
@@ -189,14 +164,13 @@ struct Attention {
     Lanes sums[R][kParts];
     for (auto& of_row : sums)
       for (auto& part : of_row) part = zeros();
-    const int64_t step = padded_words();
-    const float *q = &own.queries[row * step], *k = own.keys.data();
-    for (int64_t word = 0; word < words(); ++word) {
+    const float *q = &own.queries[row * padded()], *k = own.keys.data();
+    for (int64_t d = 0; d < size; ++d) {
       Lanes of_keys[kParts];
-      for (int part = 0; part < kParts; ++part) of_keys[part] = load(k + word * kBlock + part * kLanes);
+      for (int part = 0; part < kParts; ++part) of_keys[part] = load(k + d * kBlock + part * kLanes);
       for (int r = 0; r < R; ++r) {
-        const Lanes of_query = all(q[r * step + word]);
-        for (int part = 0; part < kParts; ++part) sums[r][part] = Kind::add(sums[r][part], of_query, of_keys[part]);
+        const Lanes of_query = all(q[r * padded() + d]);
+        for (int part = 0; part < kParts; ++part) sums[r][part] = multiply_add(of_query, of_keys[part], sums[r][part]);
       }
     }
     for (int r = 0; r < R; ++r)
@@ -221,7 +195,8 @@ struct Attention {
     const float greatest = std::max(before, greatest_of(most));
     for (int part = 0; part < kParts; ++part) {
       const Lanes weights = chosen(seen[part], power_of_two(subtract(scores[part], all(greatest))), zeros());
-      sum = add(sum, Kind::put_weights(stored + part * kLanes / Kind::kPerWord, weights));
+      store(stored + part * kLanes, weights);
+      sum = add(sum, weights);
     }
     const float rescaled = before == greatest ? 1 : std::exp2(before - greatest);
     found.greatest[row] = greatest;
@@ -229,35 +204,45 @@ struct Attention {
     return rescaled;
   }
 
-  // Add the weighted values of `V` vectors from `d` on to `R` rows.
-  template <int R, int V>
-  void add_values(Scratch& own, Partial& found, const float* factors, int64_t row, int64_t d, int64_t count) const {
+  // Add `V` vectors from `d` on of the first `count` values, weighted, to `R` rows. The values are `step` numbers apart.
+  template <int R, int V, typename From>
+  void add_vectors(Scratch& own, Partial& found, const float* factors, int64_t row, const From* values, int64_t step, int64_t d,
+                   int64_t count) const {
     float* to = found.values + row * padded() + d;
     Lanes sums[R][V];
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < V; ++v)
         sums[r][v] = multiply(load(to + r * padded() + v * kLanes), all(factors[r]));
-    const float *from = own.read + d, *weights = &own.weights[row * kBlock];
-    for (int64_t word = 0; word * Kind::kPerWord < count; ++word, from += own.step) {
+    const float* weights = &own.weights[row * kBlock];
+    values += d;
+    for (int64_t i = 0; i < count; ++i, values += step) {
       Lanes of_values[V];
-      for (int v = 0; v < V; ++v) of_values[v] = load(from + v * kLanes);
+      for (int v = 0; v < V; ++v) of_values[v] = read(values + v * kLanes);
       for (int r = 0; r < R; ++r) {
-        const Lanes weight = all(weights[r * kBlock + word]);
-        for (int v = 0; v < V; ++v) sums[r][v] = Kind::add(sums[r][v], weight, of_values[v]);
+        const Lanes weight = all(weights[r * kBlock + i]);
+        for (int v = 0; v < V; ++v) sums[r][v] = multiply_add(weight, of_values[v], sums[r][v]);
       }
     }
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < V; ++v) store(to + r * padded() + v * kLanes, sums[r][v]);
   }
 
+  template <int R, typename From>
+  void add_values(Scratch& own, Partial& found, const float* factors, int64_t row, const From* values, int64_t step,
+                  int64_t count) const {
+    int64_t d = 0;
+    for (; d + kVectors * kLanes <= padded(); d += kVectors * kLanes)
+      add_vectors<R, kVectors>(own, found, factors, row, values, step, d, count);
+    for (; d < padded(); d += kLanes) add_vectors<R, 1>(own, found, factors, row, values, step, d, count);
+  }
+
   template <int R>
-  void attend(Scratch& own, Partial& found, int64_t row, int64_t slot, int64_t count) const {
-    score<R>(own, row);
+  void attend(Scratch& own, Partial& found, int64_t text, int64_t group, int64_t row, int64_t slot, int64_t count) const {
+    are_few() ? score_reading<R>(own, text, group, row, slot, count) : score<R>(own, row);
     float factors[R];
     for (int r = 0; r < R; ++r) factors[r] = weigh(own, found, row + r, slot);
-    int64_t d = 0;
-    for (; d + kVectors * kLanes <= padded(); d += kVectors * kLanes) add_values<R, kVectors>(own, found, factors, row, d, count);
-    for (; d < padded(); d += kLanes) add_values<R, 1>(own, found, factors, row, d, count);
+    if (reads_values_in_place()) add_values<R>(own, found, factors, row, value.at(text, group, slot), value.by.slot, count);
+    else add_values<R>(own, found, factors, row, own.values.data(), padded(), count);
   }
 
   // All rows of one group of heads over the keys from `first` up to `end`.
@@ -268,8 +253,8 @@ struct Attention {
     read_queries(own, text, group);
     for (int64_t slot = first; slot < end; slot += kBlock) {
       const int64_t count = std::min(kBlock, end - slot);
-      read_keys(own, text, group, slot, count);
-      read_values(own, text, group, slot, count);
+      if (!are_few()) read_keys(own, text, group, slot, count);
+      if (!reads_values_in_place()) read_values(own, text, group, slot, count);
       // Rows that see no key of the block are left as they are.
       for (int64_t row = 0; row < rows();) {
         if (!sees(own, row, slot)) {
@@ -279,10 +264,10 @@ struct Attention {
         int64_t several = 1;
         while (several < kRows && row + several < rows() && sees(own, row + several, slot)) ++several;
         switch (several) {
-          case 1: attend<1>(own, found, row, slot, count); break;
-          case 2: attend<2>(own, found, row, slot, count); break;
-          case 3: attend<3>(own, found, row, slot, count); break;
-          default: attend<kRows>(own, found, row, slot, count);
+          case 1: attend<1>(own, found, text, group, row, slot, count); break;
+          case 2: attend<2>(own, found, text, group, row, slot, count); break;
+          case 3: attend<3>(own, found, text, group, row, slot, count); break;
+          default: attend<kRows>(own, found, text, group, row, slot, count);
         }
         row += several;
       }
@@ -306,7 +291,7 @@ struct Attention {
         Lanes total = zeros();
         for (int64_t chunk = 0; chunk < chunks; ++chunk)
           total = multiply_add(all(share(found[chunk], row, greatest)), load(found[chunk].values + row * padded() + d), total);
-        Kind::put(to + d, size - d, divide(total, all(sum)));
+        write(to + d, size - d, divide(total, all(sum)));
       }
     }
   }
@@ -355,15 +340,14 @@ struct Attention {
   }
 };
 
-template <typename Kind>
+template <typename Value>
 void attend(const void* const data[3], const int64_t* const strides[3], const int64_t* positions, int64_t position_stride,
             int64_t own_offset, void* outputs, const int64_t* sizes, const int64_t* key_sizes, double scale, int64_t window) {
-  using Value = typename Kind::Value;
   const auto states = [&](int i) {
     return States<Value>{(const Value*)data[i], {strides[i][0], strides[i][1], strides[i][2]}};
   };
   const int64_t heads = sizes[1];
-  Attention<Kind>{states(0), states(1), states(2), positions, position_stride, own_offset, (Value*)outputs,
+  Attention<Value>{states(0), states(1), states(2), positions, position_stride, own_offset, (Value*)outputs,
                   sizes[0], heads, heads / key_sizes[1], sizes[2], key_sizes[2], sizes[3], window, (float)scale}.compute();
 }
 
@@ -375,8 +359,8 @@ extern "C" __attribute__((visibility("default"))) void sdtune_attend(
     const void* const* data, const int64_t* const* strides, const int64_t* positions, int64_t position_stride,
     int64_t own_offset, void* outputs, const int64_t* sizes, const int64_t* key_sizes, double scale, int64_t window, int64_t item_size) {
   if (item_size == 2)
-    return attend<BFloat16>(data, strides, positions, position_stride, own_offset, outputs, sizes, key_sizes, scale, window);
-  attend<Float32>(data, strides, positions, position_stride, own_offset, outputs, sizes, key_sizes, scale, window);
+    return attend<uint16_t>(data, strides, positions, position_stride, own_offset, outputs, sizes, key_sizes, scale, window);
+  attend<float>(data, strides, positions, position_stride, own_offset, outputs, sizes, key_sizes, scale, window);
 }
 
 #define SDTUNE_CHECK(call) \

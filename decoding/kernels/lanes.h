@@ -92,11 +92,6 @@ Lanes from_bfloat16(Halves values) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
 }
 
-Lanes as_pairs(Halves first, Halves second) {
-  const __m512i upper = _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16);
-  return _mm512_castsi512_ps(_mm512_or_si512(_mm512_cvtepu16_epi32(first), upper));
-}
-
 Lanes load_pairs(const uint16_t* from) { return _mm512_loadu_ps(from); }
 
 Lanes load_pairs(const uint16_t* from, int64_t count) {
@@ -214,10 +209,6 @@ float greatest_of(Lanes values) {
 
 // bfloat16, one in a lane or, in memory and in products, two.
 Lanes from_bfloat16(Halves values) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(values), 16)); }
-
-Lanes as_pairs(Halves first, Halves second) {
-  return _mm256_castsi256_ps(_mm256_set_m128i(_mm_unpackhi_epi16(first, second), _mm_unpacklo_epi16(first, second)));
-}
 
 Lanes load_pairs(const uint16_t* from) { return load((const float*)from); }
 
