@@ -262,10 +262,7 @@ def _tensor_bytes() -> dict[int, int]:
         # Subclasses, such as the fake tensors of torch.compile, and functional tensors have no memory.
         if type(each) not in (torch.Tensor, torch.nn.Parameter) or each.is_meta or torch._is_functional_tensor(each):
             continue
-        if each.is_mkldnn:  # packed by oneDNN: no storage of its own to ask
-            found[id(each)] = each.numel() * each.itemsize
-        else:
-            found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+        found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
     return found
 
 

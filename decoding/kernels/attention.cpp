@@ -3,10 +3,10 @@
 // Query heads that share keys are rows of one pass over them (FlashAttention's online softmax, arXiv 2205.14135). Long
 // contexts are split into chunks, whose results are combined at the end (Flash-Decoding). Blocks and chunks begin at
 // multiples of their size, and a key that a row does not see adds exactly zero: a row's bits do not depend on the other
-// rows, the reach of the pass or the number of threads. All numbers are float32; bfloat16 is how keys, values and results are stored.
+// rows, the reach of the pass or the number of threads. All numbers are float32; bfloat16 and
+// float16 are how keys, values and results are stored.
 
 #include <ATen/Parallel.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <cmath>
 #include <limits>
@@ -23,14 +23,6 @@ constexpr int64_t kChunk = 512;  // keys per task
 constexpr int64_t kBytesAhead = kLanes == 16 ? 4096 : 8192;  // beyond a page, where the processor does not prefetch by itself
 constexpr int kRows = kLanes == 16 ? 4 : 3, kVectors = 4;  // at a time: as many sums as fit in registers
 constexpr float kNever = -std::numeric_limits<float>::infinity();
-
-// Keys and values as float32, at most `count` of them, and results as they are stored.
-Lanes read(const float* from) { return load(from); }
-Lanes read(const uint16_t* from) { return from_bfloat16(load_halves(from)); }
-Lanes read(const float* from, int64_t count) { return load(from, count); }
-Lanes read(const uint16_t* from, int64_t count) { return from_bfloat16(load_halves(from, count)); }
-void write(float* to, int64_t count, Lanes values) { store(to, count, values); }
-void write(uint16_t* to, int64_t count, Lanes values) { store_halves(to, count, to_bfloat16(values)); }
 
 // 2 to the power of `x`, at most 0, to float32's precision: a Taylor polynomial of half an octave to either side.
 Lanes power_of_two(Lanes x) {
@@ -60,8 +52,9 @@ struct Partial {
   float *values, *greatest, *sums;
 };
 
-template <typename Value>
+template <typename Format>
 struct Attention {
+  using Value = typename Format::Value;
   States<Value> query, key, value;
   // [batch or 1, 1 or 2, width]: the position of each row, which sees the keys before it, and its own key. In a tree the two
   // differ, and own keys are in the second row.
@@ -85,7 +78,7 @@ struct Attention {
 
   // Few rows read keys and values where they are. For more, each is converted once.
   bool are_few() const { return rows() <= kRows; }
-  bool reads_values_in_place() const { return size == padded() && (are_few() || std::is_same_v<Value, float>); }
+  bool reads_values_in_place() const { return size == padded() && (are_few() || std::is_same_v<Format, Float32>); }
 
   // One thread's memory.
   struct Scratch {
@@ -100,7 +93,7 @@ struct Attention {
   void read_queries(Scratch& own, int64_t text, int64_t group) const {
     for (int64_t row = 0; row < rows(); ++row) {
       const Value* from = query.at(text, group * shared + row / width, row % width);
-      for (int64_t d = 0; d < padded(); d += kLanes) store(&own.queries[row * padded() + d], read(from + d, size - d));
+      for (int64_t d = 0; d < padded(); d += kLanes) store(&own.queries[row * padded() + d], Format::read(from + d, size - d));
       limits(text, row, &own.first[row], &own.end[row], &own.self[row]);
     }
   }
@@ -115,7 +108,7 @@ struct Attention {
       for (int64_t i = 0; i < kLanes; ++i) {
         _mm_prefetch((const char*)(keys + (d + i) * kLanes) + kBytesAhead, _MM_HINT_T1);
         _mm_prefetch((const char*)(values + (d + i) * kLanes), _MM_HINT_T0);
-        tile[i] = i < present ? read(keys + i * key.by.slot + d, numbers) : zeros();
+        tile[i] = i < present ? Format::read(keys + i * key.by.slot + d, numbers) : zeros();
       }
     };
     constexpr std::integral_constant<int64_t, kLanes> kAll;
@@ -137,7 +130,7 @@ struct Attention {
   void read_values(Scratch& own, int64_t text, int64_t group, int64_t slot, int64_t count) const {
     for (int64_t i = 0; i < count; ++i) {
       const Value* from = value.at(text, group, slot + i);
-      for (int64_t d = 0; d < padded(); d += kLanes) store(&own.values[i * padded() + d], read(from + d, size - d));
+      for (int64_t d = 0; d < padded(); d += kLanes) store(&own.values[i * padded() + d], Format::read(from + d, size - d));
     }
   }
 
@@ -206,8 +199,8 @@ struct Attention {
 
   // Add `V` vectors from `d` on of the first `count` values, weighted, to `R` rows. The values are `step` numbers apart.
   template <int R, int V, typename From>
-  void add_vectors(Scratch& own, Partial& found, const float* factors, int64_t row, const From* values, int64_t step, int64_t d,
-                   int64_t count) const {
+  void add_vectors(Scratch& own, Partial& found, const float* factors, int64_t row, const typename From::Value* values, int64_t step,
+                   int64_t d, int64_t count) const {
     float* to = found.values + row * padded() + d;
     Lanes sums[R][V];
     for (int r = 0; r < R; ++r)
@@ -217,7 +210,7 @@ struct Attention {
     values += d;
     for (int64_t i = 0; i < count; ++i, values += step) {
       Lanes of_values[V];
-      for (int v = 0; v < V; ++v) of_values[v] = read(values + v * kLanes);
+      for (int v = 0; v < V; ++v) of_values[v] = From::read(values + v * kLanes);
       for (int r = 0; r < R; ++r) {
         const Lanes weight = all(weights[r * kBlock + i]);
         for (int v = 0; v < V; ++v) sums[r][v] = multiply_add(weight, of_values[v], sums[r][v]);
@@ -227,13 +220,13 @@ struct Attention {
       for (int v = 0; v < V; ++v) store(to + r * padded() + v * kLanes, sums[r][v]);
   }
 
-  template <int R, typename From>
-  void add_values(Scratch& own, Partial& found, const float* factors, int64_t row, const From* values, int64_t step,
+  template <typename From, int R>
+  void add_values(Scratch& own, Partial& found, const float* factors, int64_t row, const typename From::Value* values, int64_t step,
                   int64_t count) const {
     int64_t d = 0;
     for (; d + kVectors * kLanes <= padded(); d += kVectors * kLanes)
-      add_vectors<R, kVectors>(own, found, factors, row, values, step, d, count);
-    for (; d < padded(); d += kLanes) add_vectors<R, 1>(own, found, factors, row, values, step, d, count);
+      add_vectors<R, kVectors, From>(own, found, factors, row, values, step, d, count);
+    for (; d < padded(); d += kLanes) add_vectors<R, 1, From>(own, found, factors, row, values, step, d, count);
   }
 
   template <int R>
@@ -241,8 +234,8 @@ struct Attention {
     are_few() ? score_reading<R>(own, text, group, row, slot, count) : score<R>(own, row);
     float factors[R];
     for (int r = 0; r < R; ++r) factors[r] = weigh(own, found, row + r, slot);
-    if (reads_values_in_place()) add_values<R>(own, found, factors, row, value.at(text, group, slot), value.by.slot, count);
-    else add_values<R>(own, found, factors, row, own.values.data(), padded(), count);
+    if (reads_values_in_place()) add_values<Format, R>(own, found, factors, row, value.at(text, group, slot), value.by.slot, count);
+    else add_values<Float32, R>(own, found, factors, row, own.values.data(), padded(), count);
   }
 
   // All rows of one group of heads over the keys from `first` up to `end`.
@@ -291,7 +284,7 @@ struct Attention {
         Lanes total = zeros();
         for (int64_t chunk = 0; chunk < chunks; ++chunk)
           total = multiply_add(all(share(found[chunk], row, greatest)), load(found[chunk].values + row * padded() + d), total);
-        write(to + d, size - d, divide(total, all(sum)));
+        Format::write(to + d, size - d, divide(total, all(sum)));
       }
     }
   }
@@ -340,27 +333,22 @@ struct Attention {
   }
 };
 
-template <typename Value>
-void attend(const void* const data[3], const int64_t* const strides[3], const int64_t* positions, int64_t position_stride,
-            int64_t own_offset, void* outputs, const int64_t* sizes, const int64_t* key_sizes, double scale, int64_t window) {
-  const auto states = [&](int i) {
-    return States<Value>{(const Value*)data[i], {strides[i][0], strides[i][1], strides[i][2]}};
-  };
-  const int64_t heads = sizes[1];
-  Attention<Value>{states(0), states(1), states(2), positions, position_stride, own_offset, (Value*)outputs,
-                  sizes[0], heads, heads / key_sizes[1], sizes[2], key_sizes[2], sizes[3], window, (float)scale}.compute();
-}
-
 }  // namespace
 
-// Attend in float32, or bfloat16 if `item_size` is 2. Data, strides and sizes are those of queries, keys and values; the
-// last stride of each is 1.
+// Attend. Data, strides and sizes are those of queries, keys and values; the last stride of each is 1.
 extern "C" __attribute__((visibility("default"))) void sdtune_attend(
     const void* const* data, const int64_t* const* strides, const int64_t* positions, int64_t position_stride,
-    int64_t own_offset, void* outputs, const int64_t* sizes, const int64_t* key_sizes, double scale, int64_t window, int64_t item_size) {
-  if (item_size == 2)
-    return attend<uint16_t>(data, strides, positions, position_stride, own_offset, outputs, sizes, key_sizes, scale, window);
-  attend<float>(data, strides, positions, position_stride, own_offset, outputs, sizes, key_sizes, scale, window);
+    int64_t own_offset, void* outputs, const int64_t* sizes, const int64_t* key_sizes, double scale, int64_t window,
+    int64_t precision) {
+  with_format(Precision(precision), [&](auto format) {
+    using Value = typename decltype(format)::Value;
+    const auto states = [&](int i) {
+      return States<Value>{(const Value*)data[i], {strides[i][0], strides[i][1], strides[i][2]}};
+    };
+    const int64_t heads = sizes[1];
+    Attention<decltype(format)>{states(0), states(1), states(2), positions, position_stride, own_offset, (Value*)outputs,
+                                sizes[0], heads, heads / key_sizes[1], sizes[2], key_sizes[2], sizes[3], window, (float)scale}.compute();
+  });
 }
 
 #define SDTUNE_CHECK(call) \
@@ -389,6 +377,6 @@ extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_
   SDTUNE_CHECK(aoti_torch_get_data_ptr(*outputs, &to));
   const int64_t position_rows = position_sizes[2], width = sizes[2];
   sdtune_attend(data, strides, (const int64_t*)seen, position_sizes[0] == 1 ? 0 : position_rows * width,
-                (position_rows - 1) * width, to, sizes, key_sizes, scale, window, dtype == aoti_torch_dtype_bfloat16() ? 2 : 4);
+                (position_rows - 1) * width, to, sizes, key_sizes, scale, window, int64_t(precision_of(dtype)));
   return AOTI_TORCH_SUCCESS;
 }

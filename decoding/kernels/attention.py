@@ -15,7 +15,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from decoding.kernels.compiled import CompiledFunction, call_directly
+from decoding.kernels.compiled import PRECISIONS, CompiledFunction, call_directly
 
 ALL = 0
 """Window of a layer that attends to all earlier positions."""
@@ -37,7 +37,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: 
     """Attend to the slots before each position, and to the query's own.
 
     `query` is [batch, heads, width, size]; `key` and `value` are [batch, key-value heads, num_slots, size], all of one
-    precision, float32 or bfloat16. `positions` [batch or 1, 1, 1 or 2, width] are the positions of the queries, in a second row
+    precision. `positions` [batch or 1, 1, 1 or 2, width] are the positions of the queries, in a second row
     their own slots; without it they are the positions. `window` is the number of slots that each sees, or `ALL`. Return [batch,
     width, heads, size].
     """
@@ -58,7 +58,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: 
         _numbers(key.shape),
         scale,
         window,
-        query.itemsize,
+        PRECISIONS.index(query.dtype),
     )
     return outputs
 

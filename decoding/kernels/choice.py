@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -12,18 +10,14 @@ from torch import nn
 
 from decoding.errors import UnsupportedModelError
 from decoding.kernels import attention, linear, quantised
-from decoding.kernels.compiled import CompiledFunction
-from decoding.kernels.linear import FewPositionsLinear, PackedLinear
+from decoding.kernels.compiled import PRECISIONS, CompiledFunction
+from decoding.kernels.linear import FewPositionsLinear
 from decoding.kernels.quantised import MAX_INPUTS, PACKED, QuantisedLinear, RefinedLinear, TiledLinear, error_bounds
 
 Work = Literal["linear", "attention", "int8", "int4"]
-Kernel = Literal["few positions", "packed", "attention", "tiles"]
+Kernel = Literal["few positions", "attention", "tiles"]
 
 BITS: dict[int, Work] = {8: "int8", 4: "int4"}
-
-MIN_PACKED_BYTES = 2**20
-"""Minimum size of a packed weight. With layers of 0.1 to 0.3 MB (the demo), packing slowed drafted decoding down by 4 %: a single
-position reads the original weight, and two copies of a model that might fit in the processor's caches do not fit."""
 
 MIN_REFINED = 2**22
 """Minimum number of weights of an LM head whose likeliest tokens integers find: smaller ones hardly take time."""
@@ -45,15 +39,11 @@ def kernel_for(work: Work, device: torch.device, dtype: torch.dtype | None = Non
     if device.type != "cpu":
         return KernelChoice(None, f"there is no kernel of ours for {device.type}")
     kernel, function = _kernels()[work]
-    if dtype not in (torch.float32, torch.bfloat16) and work in ("linear", "attention"):
-        reason = f"our kernel does not compute in {str(dtype).removeprefix('torch.')}"
-    elif not torch.cpu._is_avx2_supported():
-        reason = "the processor has no AVX2"
-    elif not function.exists:
-        reason = "its source cannot be compiled"
-    else:
-        return KernelChoice(kernel)
-    return KernelChoice("packed") if work == "linear" and _packs(dtype) else KernelChoice(None, reason)
+    if dtype not in PRECISIONS and work in ("linear", "attention"):
+        return KernelChoice(None, f"our kernel does not compute in {str(dtype).removeprefix('torch.')}")
+    if not torch.cpu._is_avx2_supported():
+        return KernelChoice(None, "the processor has no AVX2")
+    return KernelChoice(kernel) if function.exists else KernelChoice(None, "its source cannot be compiled")
 
 
 def kernels_on(device: torch.device, dtype: torch.dtype) -> dict[Work, KernelChoice]:
@@ -71,29 +61,22 @@ def _kernels() -> dict[Work, tuple[Kernel, CompiledFunction]]:
     }
 
 
-def _packs(dtype: torch.dtype | None) -> bool:
-    if not torch.backends.mkldnn.is_available():
+def _lacks(dtype: torch.dtype) -> bool:
+    """Return True if torch has no fast products of many positions in `dtype` on this processor."""
+    if dtype is torch.float32:
         return False
-    if dtype is torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if dtype is torch.float16:
-        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    return dtype is torch.float32
+    name = "bf16" if dtype is torch.bfloat16 else "fp16"
+    return not torch.backends.mkldnn.is_available() or not getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()
 
 
-def fast_linear(module: nn.Module, *, copied: Callable[[Callable[[], nn.Module]], nn.Module]) -> nn.Module:
-    """Return `module` computed by its kernel if it is a plain `nn.Linear` that has one, else the module itself.
-
-    `copied` makes a layer with a further copy of the weights; see `decoding.target.weights.ModelWeights.copied`.
-    """
-    if type(module) is not nn.Linear:
+def fast_linear(module: nn.Module) -> nn.Module:
+    """Return `module` computed by its kernel if it is a plain `nn.Linear` that has one, else the module itself."""
+    if type(module) is not nn.Linear or not module.weight.is_contiguous():
         return module
     weight = module.weight
-    kernel = kernel_for("linear", weight.device, weight.dtype).kernel
-    if kernel == "few positions" and weight.is_contiguous():
-        return FewPositionsLinear.of(module, widens=weight.dtype is torch.bfloat16 and not _packs(weight.dtype))
-    packs = kernel is not None and _packs(weight.dtype) and weight.nbytes >= MIN_PACKED_BYTES
-    return copied(partial(PackedLinear.of, module)) if packs else module
+    if kernel_for("linear", weight.device, weight.dtype).kernel is None:
+        return module
+    return FewPositionsLinear.of(module, widens=_lacks(weight.dtype))
 
 
 def quantised_linear(module: nn.Linear, bits: int) -> nn.Module:
@@ -150,7 +133,7 @@ def _can_be_refined(module: nn.Linear, bits: int) -> bool:
         and module.bias is None
         and weight.is_contiguous()
         and weight.shape[1] <= MAX_INPUTS[bits]
-        and kernel_for("linear", weight.device, weight.dtype).kernel == "few positions"
+        and kernel_for("linear", weight.device, weight.dtype).kernel is not None
         and kernel_for(BITS[bits], weight.device).kernel is not None
     )
 

@@ -11,7 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from decoding.errors import one_line
+
+PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
+"""Precisions in which kernels read values and weights, in the order of `lanes.h`."""
 
 
 class CompiledFunction:

@@ -4,6 +4,7 @@
 
 #include <ATen/cpu/Utils.h>
 #include <immintrin.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -260,6 +261,53 @@ Lanes multiply_add_pairs(Lanes a, Lanes b, Lanes sum) {
   sum = multiply_add(first_of_pairs(a), first_of_pairs(b), sum);
   return multiply_add(second_of_pairs(a), second_of_pairs(b), sum);
 #endif
+}
+
+// How numbers are stored: they are read as float32, and rounded, by at most `kRounding` of themselves or `kLeastRounding`.
+struct Float32 {
+  using Value = float;
+  static constexpr float kRounding = 0x1p-24f, kLeastRounding = 0x1p-126f;  // smaller numbers may be flushed to zero
+  static Lanes read(const Value* from) { return load(from); }
+  static Lanes read(const Value* from, int64_t count) { return load(from, count); }
+  static void write(Value* to, int64_t count, Lanes values) { store(to, count, values); }
+  static Value rounded(float value) { return value; }
+};
+
+struct BFloat16 {
+  using Value = uint16_t;
+  static constexpr float kRounding = 0x1p-8f, kLeastRounding = 0x1p-126f;
+  static Lanes read(const Value* from) { return from_bfloat16(load_halves(from)); }
+  static Lanes read(const Value* from, int64_t count) { return from_bfloat16(load_halves(from, count)); }
+  static void write(Value* to, int64_t count, Lanes values) { store_halves(to, count, to_bfloat16(values)); }
+  static Value rounded(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    if (value != value) return 0x7fc0;
+    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  }
+};
+
+struct Float16 {
+  using Value = uint16_t;
+  static constexpr float kRounding = 0x1p-11f, kLeastRounding = 0x1p-25f;
+  static Lanes read(const Value* from) { return from_float16(load_halves(from)); }
+  static Lanes read(const Value* from, int64_t count) { return from_float16(load_halves(from, count)); }
+  static void write(Value* to, int64_t count, Lanes values) { store_halves(to, count, to_float16(values)); }
+  static Value rounded(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
+};
+
+enum class Precision : int64_t { kFloat32, kBFloat16, kFloat16 };  // in the order of `compiled.py`
+
+Precision precision_of(int32_t dtype) {
+  return dtype == aoti_torch_dtype_float32()    ? Precision::kFloat32
+         : dtype == aoti_torch_dtype_bfloat16() ? Precision::kBFloat16
+                                                : Precision::kFloat16;
+}
+
+// Call `use` with the format of numbers in a precision.
+template <typename Use>
+[[gnu::always_inline]] inline auto with_format(Precision precision, Use use) {
+  return precision == Precision::kFloat32 ? use(Float32()) : precision == Precision::kBFloat16 ? use(BFloat16()) : use(Float16());
 }
 
 }  // namespace

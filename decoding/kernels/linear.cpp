@@ -8,7 +8,6 @@
 // Outputs that integer weights have found may have the largest of each position replaced by such sums.
 
 #include <ATen/Parallel.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <cmath>
 #include <limits>
@@ -31,19 +30,20 @@ constexpr int64_t kShortlist = 16;       // outputs of a position that are compu
 constexpr int64_t kRowsAtOnce = 64;      // that are copied to one place
 
 // How weights and values are multiplied: `kStep` at a time, values stored as `Stored`.
-struct Float32 {
-  using Value = float;
+template <typename Of>
+struct Single {
+  using Format = Of;
+  using Value = typename Format::Value;
   using Stored = float;
   static constexpr int64_t kStep = kLanes;
-  static Lanes weights(const Value* from, int64_t count) { return load(from, count); }
+  static Lanes weights(const Value* from, int64_t count) { return Format::read(from, count); }
   static Lanes values(const Stored* from, int64_t count) { return load(from, count); }
   static Lanes add(Lanes sum, Lanes weights, Lanes values) { return multiply_add(weights, values, sum); }
-  static Value rounded(float sum) { return sum; }
-  static Lanes outputs(const Value* from, int64_t count) { return load(from, count); }
-  static constexpr float kRounding = 0x1p-22f;  // relative, of what was found, of what may be equal to it, and of comparing them
+  static void unpack(const Value* from, int64_t count, Stored* to) { store(to, Format::read(from, count)); }
 };
 
-struct BFloat16 {
+struct Pairs {
+  using Format = BFloat16;
   using Value = uint16_t;
   static constexpr int64_t kStep = 2 * kLanes;
   static Lanes weights(const Value* from, int64_t count) { return load_pairs(from, count); }
@@ -58,18 +58,17 @@ struct BFloat16 {
     sum = multiply_add(first_of_pairs(weights), load(values), sum);
     return multiply_add(second_of_pairs(weights), load(values + kLanes), sum);
   }
-#endif
-  static Value rounded(float sum) {
-    uint32_t bits;
-    std::memcpy(&bits, &sum, sizeof bits);
-    if (sum != sum) return 0x7fc0;
-    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  static void unpack(const Value* from, int64_t count, Stored* to) {
+    const Lanes pairs = load_pairs(from, count);
+    store(to, first_of_pairs(pairs)), store(to + kLanes, second_of_pairs(pairs));
   }
-  static Lanes outputs(const Value* from, int64_t count) { return from_bfloat16(load_halves(from, count)); }
-  static constexpr float kRounding = 0x1.1p-7f;
+#endif
 };
 
-// The values [positions, stride] as they are read. Unpacked, so that each pair is taken apart once and not in every row.
+template <typename Format>
+using KindOf = std::conditional_t<std::is_same_v<Format, BFloat16>, Pairs, Single<Format>>;
+
+// The values [positions, stride] as they are read. Unpacked, so that each is converted once and not in every row.
 template <typename Kind>
 struct Operands {
   int64_t stride;
@@ -82,13 +81,8 @@ struct Operands {
     } else {
       stride = (inputs + Kind::kStep - 1) / Kind::kStep * Kind::kStep;
       unpacked.resize(positions * stride);
-      for (int64_t m = 0; m < positions; ++m) {
-        for (int64_t k = 0; k < inputs; k += Kind::kStep) {
-          const Lanes pairs = load_pairs(values + m * inputs + k, inputs - k);
-          float* to = &unpacked[m * stride + k];
-          store(to, first_of_pairs(pairs)), store(to + kLanes, second_of_pairs(pairs));
-        }
-      }
+      for (int64_t m = 0; m < positions; ++m)
+        for (int64_t k = 0; k < inputs; k += Kind::kStep) Kind::unpack(values + m * inputs + k, inputs - k, &unpacked[m * stride + k]);
       data = unpacked.data();
     }
   }
@@ -114,7 +108,7 @@ struct Product {
     const Value* w = weight + row * inputs;
     const auto* x = values.data + piece.first * stride;
     // Prefetched is what comes next. Several parts prefetch a share of the next rows each, or memory would be idle while the same rows
-    // are summed again. For one position, with AVX2 for a few, the processor prefetches well enough by itself.
+    // are summed again. With AVX2 the processor prefetches well enough by itself for few positions.
     const Value* next = parts == 1 ? w + kBytesAhead / sizeof(Value) : w + inputs + inputs * piece.index / parts;
     const int64_t next_step = Kind::kStep / parts;
     Lanes sums[R][M];
@@ -130,7 +124,7 @@ struct Product {
       for (int r = 0; r < R; ++r) {
         const Value* from = w + r * apart + k;
         if (parts > 1) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T1);
-        else if (kLanes == 16 && M >= 2) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T0);
+        else if (kLanes == 16) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T0);
         const Lanes of_row = Kind::weights(from, count);
         SDTUNE_UNROLLED
         for (int m = 0; m < M; ++m) sums[r][m] = Kind::add(sums[r][m], of_row, of_position[m]);
@@ -144,7 +138,7 @@ struct Product {
     for (int m = 0; m < M; ++m)
       SDTUNE_UNROLLED
       for (int r = 0; r < R; ++r)
-        outputs[(piece.first + m) * rows + row + r * step] = Kind::rounded(sum_of(sums[r][m]));
+        outputs[(piece.first + m) * rows + row + r * step] = Kind::Format::rounded(sum_of(sums[r][m]));
   }
 
   template <int R>
@@ -301,31 +295,28 @@ class TiledProduct {
 };
 #endif
 
-template <typename Kind>
-void multiply(const void* values, const void* weight, void* outputs, int64_t positions, int64_t rows, int64_t inputs) {
-  using Value = typename Kind::Value;
-  const Operands<Kind> operands((const Value*)values, positions, inputs);
-  Product<Kind>{operands, (const Value*)weight, (Value*)outputs, positions, rows, inputs}.compute();
-}
-
-// Of float32, or of bfloat16 if `item_size` is 2.
-void multiply(const void* values, const void* weight, void* outputs, int64_t positions, int64_t rows, int64_t inputs, int64_t item_size) {
+void multiply(const void* values, const void* weight, void* outputs, int64_t positions, int64_t rows, int64_t inputs,
+              Precision precision) {
 #ifdef SDTUNE_AMX_BFLOAT16
-  if (item_size == 2 && rows >= TiledProduct::kTileRows && may_use_tiles())
+  if (precision == Precision::kBFloat16 && rows >= TiledProduct::kTileRows && may_use_tiles())
     return TiledProduct((const uint16_t*)values, (const uint16_t*)weight, (uint16_t*)outputs, positions, rows, inputs).compute();
 #endif
-  if (item_size == 2) return multiply<BFloat16>(values, weight, outputs, positions, rows, inputs);
-  multiply<Float32>(values, weight, outputs, positions, rows, inputs);
+  with_format(precision, [&](auto format) {
+    using Kind = KindOf<decltype(format)>;
+    using Value = typename Kind::Value;
+    const Operands<Kind> operands((const Value*)values, positions, inputs);
+    Product<Kind>{operands, (const Value*)weight, (Value*)outputs, positions, rows, inputs}.compute();
+  });
 }
 
 // The rows of a position's largest outputs.
 class Largest {
  public:
   // The 16 largest of `found`.
-  template <typename Kind>
-  static std::vector<int64_t> of(const typename Kind::Value* found, int64_t rows) {
+  template <typename Format>
+  static std::vector<int64_t> of(const typename Format::Value* found, int64_t rows) {
     Largest largest;
-    for_each<Kind>(found, rows, [&](int64_t first, int64_t count, Lanes some) {
+    for_each<Format>(found, rows, [&](int64_t first, int64_t count, Lanes some) {
       if (largest.rows_.size() == kShortlist && !exceeds(some, largest.smallest())) return;
       float each[kLanes];
       store(each, some);
@@ -336,17 +327,18 @@ class Largest {
 
   // All that may have the largest product, equal ones among them. An output differs from what it stands for by at most its bound
   // times the norm of the values, and by roundings. So a product is larger than every other one can be unless its row is among these.
-  template <typename Kind>
+  template <typename Format>
   static std::vector<int64_t> among(
-      const typename Kind::Value* found, int64_t rows, const float* bounds, const typename Kind::Value* values, int64_t inputs) {
-    // A product below the smallest normal numbers may be flushed to zero.
-    const Lanes norm = all(norm_of<Kind>(values, inputs)), rounding = all(Kind::kRounding), flushed = all(1e-30f);
+      const typename Format::Value* found, int64_t rows, const float* bounds, const typename Format::Value* values, int64_t inputs) {
+    // What was found was rounded, and different products may be rounded to equal ones; comparing rounds, too.
+    const Lanes norm = all(norm_of<Format>(values, inputs));
+    const Lanes rounding = all(2.1f * Format::kRounding + 0x1p-23f), least_rounding = all(std::max(1e-30f, 2.1f * Format::kLeastRounding));
     const auto reach = [&](int64_t first, int64_t count, Lanes some) {
-      return multiply_add(load(bounds + first, count), norm, multiply_add(absolute(some), rounding, flushed));
+      return multiply_add(load(bounds + first, count), norm, multiply_add(absolute(some), rounding, least_rounding));
     };
     float least = -std::numeric_limits<float>::infinity();  // that the largest product can be
     Lanes lower = all(least);
-    for_each<Kind>(found, rows, [&](int64_t first, int64_t count, Lanes some) {
+    for_each<Format>(found, rows, [&](int64_t first, int64_t count, Lanes some) {
       const Lanes of_rows = subtract(some, reach(first, count, some));
       if (count == kLanes) return void(lower = greater(lower, of_rows));
       float each[kLanes];
@@ -355,7 +347,7 @@ class Largest {
     });
     least = std::nextafter(std::max(least, greatest_of(lower)), -std::numeric_limits<float>::infinity());
     std::vector<int64_t> chosen;
-    for_each<Kind>(found, rows, [&](int64_t first, int64_t count, Lanes some) {
+    for_each<Format>(found, rows, [&](int64_t first, int64_t count, Lanes some) {
       const Lanes of_rows = add(some, reach(first, count, some));
       if (!exceeds(of_rows, least)) return;
       float each[kLanes];
@@ -367,19 +359,19 @@ class Largest {
   }
 
  private:
-  template <typename Kind, typename Use>
-  static void for_each(const typename Kind::Value* found, int64_t rows, Use use) {
+  template <typename Format, typename Use>
+  static void for_each(const typename Format::Value* found, int64_t rows, Use use) {
     for (int64_t first = 0; first < rows; first += kLanes) {
       const int64_t count = std::min(kLanes, rows - first);
-      use(first, count, Kind::outputs(found + first, count));
+      use(first, count, Format::read(found + first, count));
     }
   }
 
   // The norm, rounded up; not a number where its squares may leave the range of float32.
-  template <typename Kind>
-  static float norm_of(const typename Kind::Value* values, int64_t inputs) {
+  template <typename Format>
+  static float norm_of(const typename Format::Value* values, int64_t inputs) {
     Lanes squares = zeros(), largest = zeros();
-    for_each<Kind>(values, inputs, [&](int64_t, int64_t, Lanes some) {
+    for_each<Format>(values, inputs, [&](int64_t, int64_t, Lanes some) {
       squares = multiply_add(some, some, squares), largest = greater(largest, absolute(some));
     });
     const float size = greatest_of(largest);
@@ -400,19 +392,19 @@ class Largest {
   int64_t last_ = 0;
 };
 
-template <typename Kind>
+template <typename Format>
 void refine(const void* found, const void* values, const void* weight, const float* bounds, void* outputs, int64_t positions,
-            int64_t rows, int64_t inputs) {
-  using Value = typename Kind::Value;
+            int64_t rows, int64_t inputs, Precision precision) {
+  using Value = typename Format::Value;
   const auto multiplied = [=](const Value* x, const Value* w, Value* to, int64_t count) {
-    multiply(x, w, to, 1, count, inputs, sizeof(Value));
+    multiply(x, w, to, 1, count, inputs, precision);
   };
   at::parallel_for(0, positions, 1, [=](int64_t first, int64_t end) {
     std::vector<Value> some(kRowsAtOnce * inputs);
     for (int64_t m = first; m < end; ++m) {
       const Value *from = (const Value*)found + m * rows, *x = (const Value*)values + m * inputs, *w = (const Value*)weight;
       Value *to = (Value*)outputs + m * rows, products[kRowsAtOnce];
-      const auto chosen = bounds ? Largest::among<Kind>(from, rows, bounds, x, inputs) : Largest::of<Kind>(from, rows);
+      const auto chosen = bounds ? Largest::among<Format>(from, rows, bounds, x, inputs) : Largest::of<Format>(from, rows);
       const int64_t size = chosen.size();
       if (size > rows / 4) {  // the whole weight is read faster
         multiplied(x, w, to, rows);
@@ -433,20 +425,21 @@ void refine(const void* found, const void* values, const void* weight, const flo
 
 }  // namespace
 
-// Multiply contiguous float32 values, or bfloat16 ones if `item_size` is 2.
+// Multiply contiguous values.
 extern "C" __attribute__((visibility("default"))) void sdtune_multiply(
     const void* values, const void* weight, void* outputs, int64_t positions, int64_t rows, int64_t inputs,
-    int64_t item_size) {
-  multiply(values, weight, outputs, positions, rows, inputs, item_size);
+    int64_t precision) {
+  multiply(values, weight, outputs, positions, rows, inputs, Precision(precision));
 }
 
 // Copy the outputs `found` [positions, rows], those that may be the largest products computed again. Without `bounds` [rows] these
 // are the 16 largest.
 extern "C" __attribute__((visibility("default"))) void sdtune_refine(
     const void* found, const void* values, const void* weight, const void* bounds, void* outputs, int64_t positions,
-    int64_t rows, int64_t inputs, int64_t item_size) {
-  const auto run = item_size == 2 ? refine<BFloat16> : refine<Float32>;
-  run(found, values, weight, (const float*)bounds, outputs, positions, rows, inputs);
+    int64_t rows, int64_t inputs, int64_t precision) {
+  with_format(Precision(precision), [&](auto format) {
+    refine<decltype(format)>(found, values, weight, (const float*)bounds, outputs, positions, rows, inputs, Precision(precision));
+  });
 }
 
 #define SDTUNE_CHECK(call) \
@@ -474,8 +467,7 @@ extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_
   SDTUNE_CHECK(aoti_torch_get_data_ptr(values, &from));
   SDTUNE_CHECK(aoti_torch_get_data_ptr(weight, &by));
   SDTUNE_CHECK(aoti_torch_get_data_ptr(*outputs, &to));
-  sdtune_multiply(from, by, to, positions, weight_sizes[0], weight_sizes[1],
-                  dtype == aoti_torch_dtype_bfloat16() ? 2 : 4);
+  sdtune_multiply(from, by, to, positions, weight_sizes[0], weight_sizes[1], int64_t(precision_of(dtype)));
   return AOTI_TORCH_SUCCESS;
 }
 // As inductor's code calls it: allocates the outputs. Empty `bounds` mean none.
@@ -498,6 +490,6 @@ extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_
   SDTUNE_CHECK(aoti_torch_get_data_ptr(bounds, &up_to));
   SDTUNE_CHECK(aoti_torch_get_data_ptr(*outputs, &to));
   sdtune_refine(from, x, by, num_bounds ? up_to : nullptr, to, num_found / weight_sizes[0], weight_sizes[0], weight_sizes[1],
-                dtype == aoti_torch_dtype_bfloat16() ? 2 : 4);
+                int64_t(precision_of(dtype)));
   return AOTI_TORCH_SUCCESS;
 }

@@ -9,7 +9,6 @@
 // across lanes. Several tiles are read at a time, each from another part of the weight.
 
 #include <ATen/Parallel.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <limits>
 #include <type_traits>
@@ -31,25 +30,14 @@ constexpr int64_t kBytesPerThread = 1 << 16;
 constexpr int64_t kBytesAhead = 4096;  // beyond a page, where the processor does not prefetch by itself
 constexpr int64_t kBytesAheadOfFew = 1024;  // for one or two positions, into the first cache
 
-enum class Precision : int64_t { kFloat32, kBFloat16, kFloat16 };
-
-Precision precision_of(int32_t dtype) {
-  return dtype == aoti_torch_dtype_float32()    ? Precision::kFloat32
-         : dtype == aoti_torch_dtype_bfloat16() ? Precision::kBFloat16
-                                                : Precision::kFloat16;
-}
-
 int64_t item_size(Precision precision) { return precision == Precision::kFloat32 ? 4 : 2; }
 
 Lanes load(const void* from, Precision precision, int64_t count) {
-  if (precision == Precision::kFloat32) return load((const float*)from, count);
-  const Halves halves = load_halves((const uint16_t*)from, count);
-  return precision == Precision::kFloat16 ? from_float16(halves) : from_bfloat16(halves);
+  return with_format(precision, [&](auto format) { return format.read((const typename decltype(format)::Value*)from, count); });
 }
 
 void store(void* to, Precision precision, int64_t count, Lanes values) {
-  if (precision == Precision::kFloat32) return store((float*)to, count, values);
-  store_halves((uint16_t*)to, count, precision == Precision::kFloat16 ? to_float16(values) : to_bfloat16(values));
+  with_format(precision, [&](auto format) { format.write((typename decltype(format)::Value*)to, count, values); });
 }
 
 // The values of all positions as integers, zeros after the last input. How they are stored depends on the instructions.

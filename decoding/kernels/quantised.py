@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from decoding.errors import UnsupportedModelError
-from decoding.kernels.compiled import CompiledFunction, call_directly
+from decoding.kernels.compiled import PRECISIONS, CompiledFunction, call_directly
 from decoding.kernels.linear import few_positions, refined
 
 MAX_VALUE = 127 * 128 + 63
@@ -64,9 +64,6 @@ ROW_AXES = {8: {"tiles": 2}, 4: {"tiles": 3, "group_scales": 2, "minima": 2}}
 
 MAX_INPUTS = {8: 2**16, 4: 2**14}
 """Number of inputs whose sums are certain to fit in 32 bits, by bits of the weights."""
-
-PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
-"""Precisions of values and outputs, in the order of the kernel."""
 
 MAX_BFLOAT16_POSITIONS = 8
 """Positions up to which finding the largest outputs first pays in bfloat16. More hardly cost more where AMX multiplies."""

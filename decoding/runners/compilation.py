@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from decoding.cache.kv_cache import Slot
 from decoding.kernels.calls import CompiledKernel, KernelCall, kernel_calls
 from decoding.kernels.choice import register_kernels
-from decoding.kernels.linear import OnePosition
 from decoding.runners.contract import BlockCall
 from decoding.runners.graphs import OutputsT
 
@@ -133,8 +132,7 @@ def _compile_audibly(
 
 def _call_block(block: nn.Module, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the block: the code that is compiled."""
-    with OnePosition(hidden_states.device):
-        return block(hidden_states, *args, **kwargs)
+    return block(hidden_states, *args, **kwargs)
 
 
 def _mark_dynamic_sizes(hidden_states: Tensor, others: Sequence[Any]) -> None:

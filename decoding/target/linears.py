@@ -13,27 +13,21 @@ from functools import partial
 from typing import cast
 from weakref import WeakValueDictionary
 
-import torch
 from torch import nn
 
 from decoding.errors import UnsupportedModelError
 from decoding.kernels.choice import check_quantised, fast_linear, quantised_linear
+from decoding.kernels.compiled import PRECISIONS
 from decoding.target.stand_ins import with_replaced
 from decoding.target.weights import Make
 
 Pack = Callable[[nn.Linear, int], nn.Module]
 """Returns a layer with weights of that many bits."""
 
-PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
-"""Precisions of weights that are quantised."""
 
-
-def with_fast_linears(module: nn.Module, copied: Callable[[Make], nn.Module] = operator.call) -> nn.Module:
-    """Return a copy of `module` with faster linear layers for few positions on a CPU, or `module` if it has none.
-
-    `copied` makes those that hold a copy of a weight; see `ModelWeights.copied`.
-    """
-    return with_replaced(module, partial(fast_linear, copied=copied))
+def with_fast_linears(module: nn.Module) -> nn.Module:
+    """Return a copy of `module` with faster linear layers for few positions on a CPU, or `module` if it has none."""
+    return with_replaced(module, fast_linear)
 
 
 class QuantisedLayers:

@@ -211,7 +211,7 @@ class LMHeads:
         if call is None or name is None or self._model.get_input_embeddings().weight.device.type != "cpu":
             return None
         own = getattr(self._model, name)
-        fast = with_fast_linears(own, self._weights.copied)
+        fast = with_fast_linears(own)
         return LMHead(name, own, fast, call, choosing=self._choosing(name, own))
 
     def _choosing(self, name: str, own: nn.Linear) -> nn.Module | None:
@@ -259,7 +259,7 @@ class LMHeads:
             return narrow
         fast = self._fast_rows.get(vocabulary)
         if fast is None:
-            fast = with_fast_linears(narrow.module, self._weights.copied)
+            fast = with_fast_linears(narrow.module)
             self._fast_rows[vocabulary] = fast
         return replace(narrow, module=fast, call=self.whole.call)
 

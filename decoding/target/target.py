@@ -54,8 +54,8 @@ class Target:
         self._rope_change = find_rope_change(self.config)
         self.mask_kinds, self.maskless_reason = _mask_kinds_of(self.config, self.dtype, self.anatomy)
         self.runner = self._build_runner(runner, exact_width)
-        self._packs = self.runner.block_call is not None
-        if self._packs:
+        self._has_fixed_shapes = self.runner.block_call is not None
+        if self._has_fixed_shapes:
             align_to_cache_lines(model)
         self._weights = ModelWeights(model, frequencies_change=self._rope_change is not None)
         self.quantised = QuantisedLayers(_router_sizes(self.config), self._weights.copied)
@@ -82,10 +82,10 @@ class Target:
         Called before each sequence; see `decoding.target.weights` for what is noticed. Raises `UnsupportedModelError` if modules
         were replaced or weights have another precision, device or shape: the model then needs a new target.
         """
-        if self._weights.are_as_noted(values=self._packs):
+        if self._weights.are_as_noted(values=self._has_fixed_shapes):
             return False
         with PREPARING:
-            if self._weights.are_as_noted(values=self._packs):
+            if self._weights.are_as_noted(values=self._has_fixed_shapes):
                 return False  # another thread was faster
             self.runner.drop_recordings()
             self._weights.renew()
@@ -160,8 +160,8 @@ class Target:
         repeats = repeats_of(block, attention)
         if bits is not None:
             block = self.quantised.within(block, bits)
-        elif self._packs:
-            block = with_fast_linears(block, self._weights.copied)
+        elif self._has_fixed_shapes:
+            block = with_fast_linears(block)
         if self.mask_kinds is None:
             return block
         call = self.runner.block_call or call_block

@@ -9,6 +9,7 @@ import torch
 
 from decoding.kernels import attention, linear, quantised
 from decoding.kernels.choice import Work, kernel_for, kernels_on
+from decoding.kernels.compiled import PRECISIONS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 KERNELS: dict[Work, str] = {"linear": "few positions", "attention": "attention", "int8": "tiles", "int4": "tiles"}
@@ -24,9 +25,9 @@ def able(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("able")
 def test_a_processor_with_the_instructions_has_every_kernel() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in PRECISIONS:
         assert {work: each.kernel for work, each in kernels_on(CPU, dtype).items()} == KERNELS
-    assert kernel_for("attention", CPU, torch.float16).reason == "our kernel does not compute in float16"
+    assert kernel_for("attention", CPU, torch.float64).reason == "our kernel does not compute in float64"
 
 
 @pytest.mark.usefixtures("able")
@@ -42,6 +43,5 @@ def test_the_reason_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
     for work in ("int8", "attention"):
         assert kernel_for(work, CPU, torch.float32).reason == "its source cannot be compiled"
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     for found in kernels_on(CPU, torch.float32).values():
         assert (found.kernel, found.reason) == (None, "the processor has no AVX2")

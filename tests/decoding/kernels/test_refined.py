@@ -21,7 +21,9 @@ from decoding.kernels.quantised import (
 
 CPU = torch.device("cpu")
 PRECISIONS = [
-    dtype for dtype in (torch.float32, torch.bfloat16) if kernel_for("linear", CPU, dtype).kernel == "few positions"
+    dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if kernel_for("linear", CPU, dtype).kernel is not None
 ]
 SHAPES = [(), (1, 1), (2, 3), (1, 13)]
 
@@ -77,7 +79,7 @@ def test_the_largest_output_is_that_of_the_weight_bit_for_bit(dtype: torch.dtype
                 given = values.to(dtype)
                 expected, found = few_positions(given, weight), layer(given)
                 assert torch.equal(found.argmax(-1), expected.argmax(-1)), kind
-                assert torch.equal(found.amax(-1), expected.amax(-1)), kind
+                assert torch.equal(*(each.amax(-1).nan_to_num() for each in (found, expected))), kind
                 for name, other in zip(num_wrong, (found_by, careless), strict=True):
                     num_wrong[name] += int((other(given).argmax(-1) != expected.argmax(-1)).sum())
     assert all(count > 10 for count in num_wrong.values()), num_wrong
@@ -87,7 +89,7 @@ def test_the_largest_output_is_that_of_the_weight_bit_for_bit(dtype: torch.dtype
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [each for each in PRECISIONS if each.itemsize == 2], ids=str)
 def test_rows_whose_outputs_are_equal_only_when_rounded_are_among_the_largest(dtype: torch.dtype) -> None:
-    """Integers find one of the two larger and one smaller, as both are close to where rounding changes: the first is the largest."""
+    """Integers find the first smaller and the second larger, as both are close to where rounding changes."""
     torch.manual_seed(0)
     values, num_cases = torch.tensor([1.0, 0.30078125, 0.7109375, 0.0]).to(dtype), 0
     rows = torch.randint(-127, 128, (2**20, 4))

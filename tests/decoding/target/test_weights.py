@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,10 +38,9 @@ def without_checks() -> Iterator[None]:
 
 
 @pytest.fixture
-def every_layer_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also small ones, and also on a CPU whose kernel reads weights as they are."""
-    monkeypatch.setattr("decoding.kernels.choice.MIN_PACKED_BYTES", 0)
-    monkeypatch.setattr("decoding.kernels.linear.MULTIPLY", SimpleNamespace(exists=False))
+def lm_heads_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also small ones, in int8 for the most likely token."""
+    monkeypatch.setattr("decoding.kernels.choice.MIN_REFINED", 0)
 
 
 def graphs() -> RunnerFactory:
@@ -152,8 +150,8 @@ def decoders(target: Target) -> list[Decoder]:
 def test_after_a_change_every_decoder_writes_what_the_model_writes(
     runner: str, change: Callable[[PreTrainedModel], None], request: pytest.FixtureRequest
 ) -> None:
-    if runner != "graphs":  # nothing is packed on a GPU
-        request.getfixturevalue("every_layer_is_packed")
+    if runner != "graphs":  # there is no copy on a GPU
+        request.getfixturevalue("lm_heads_are_copied")
     model = tiny()
     made = decoders(Target(model, RUNNERS[runner]()))
     before = text_of(model)
