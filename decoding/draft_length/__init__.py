@@ -19,7 +19,6 @@ from decoding.draft_length.ada_edl import (
     MaxConfidence,
 )
 from decoding.draft_length.beta_thompson import BetaThompson
-from decoding.draft_length.calibrated_thompson import CalibratedThompson
 from decoding.draft_length.contract import (
     Controller,
     CostAwareRule,
@@ -39,7 +38,6 @@ RULES: dict[str, type[DraftLengthRule]] = {
     "max_confidence": MaxConfidence,
     "adaptive_exit": AdaptiveExit,
     "beta_thompson": BetaThompson,
-    "calibrated_thompson": CalibratedThompson,
 }
 
 if TYPE_CHECKING:
@@ -64,7 +62,6 @@ __all__ = [
     "AdaptiveThresholdRule",
     "AnyRule",
     "BetaThompson",
-    "CalibratedThompson",
     "Controller",
     "CostAwareRule",
     "Decision",

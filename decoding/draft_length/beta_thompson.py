@@ -2,17 +2,62 @@
 
 EESD (arXiv 2406.03853) sets the draft length by Thompson sampling. We know its abstract, and from a secondary summary the names of
 its two controllers, Beta-TS and Calibration-TS. This rule has its name from Beta-TS; every formula here is ours.
+
+Forgetting leads back to a prior, not to zero: a posterior without pseudo-counts could not be sampled from, and a draft whose
+failures are never forgotten would never be tried again.
 """
 
 from __future__ import annotations
 
 import random
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from decoding.draft_length.contract import Controller, CostAwareRule
-from decoding.draft_length.posteriors import UNIFORM, BetaPosterior, BetaPrior, warm_start
+
+PseudoCount = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+BetaPrior = tuple[PseudoCount, PseudoCount]
+"""(A, B) of a Beta distribution: pseudo-counts of accepted and rejected tokens, with mean A / (A + B)."""
+
+UNIFORM: BetaPrior = (1.0, 1.0)
+
+WARM_TOKENS = 24.0
+"""Maximum evidence of a warm start, in tested tokens.
+
+In replays of the demo model's output, on one kind of prompt and on two in turn, this amount was within about 1 % of
+the best of 4 to 32 tokens. Simulated kinds that differ more need less: a start that fits neither kind is corrected
+anew in each sequence.
+"""
+
+
+@dataclass(slots=True)
+class BetaPosterior:
+    """Posterior of an acceptance probability, as pseudo-counts of tested tokens."""
+
+    accepted: float
+    rejected: float
+
+    def draw(self, stream: random.Random) -> float:
+        return stream.betavariate(self.accepted, self.rejected)
+
+    def learn(self, accepted: float, rejected: float) -> None:
+        self.accepted += accepted
+        self.rejected += rejected
+
+    def forget(self, memory: float) -> None:
+        """Keep the share `memory` of the evidence beyond `UNIFORM`."""
+        self.accepted, self.rejected = self._remembered(memory)
+
+    def warm_start(self) -> BetaPrior:
+        """Return the posterior as a prior with at most `WARM_TOKENS` of evidence beyond `UNIFORM`."""
+        evidence = self.accepted + self.rejected - sum(UNIFORM)
+        return self._remembered(min(1.0, WARM_TOKENS / evidence) if evidence > 0.0 else 1.0)
+
+    def _remembered(self, share: float) -> BetaPrior:
+        accepted, rejected = UNIFORM
+        return accepted + share * (self.accepted - accepted), rejected + share * (self.rejected - rejected)
 
 
 class BetaThompson(CostAwareRule):
@@ -64,10 +109,9 @@ class BetaThompsonController(Controller):
 
         Later drafts were not tested.
         """
-        self.acceptance.forget(UNIFORM, self._rule.memory(num_drafted))
+        self.acceptance.forget(self._rule.memory(num_drafted))
         self.acceptance.learn(accepted=num_accepted, rejected=int(num_accepted < num_drafted))
 
     def adapted_rule(self) -> BetaThompson:
         """Return the rule with the posterior as prior, its evidence capped to stay adaptive."""
-        (prior,) = warm_start([self.acceptance], [UNIFORM])
-        return self._rule.model_copy(update={"prior": prior})
+        return self._rule.model_copy(update={"prior": self.acceptance.warm_start()})

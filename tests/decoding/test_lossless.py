@@ -135,7 +135,7 @@ def test_no_decision_of_a_rule_changes_the_output(draft: str) -> None:
         assert {step.num_drafted for step in generation.rounds} >= {0, 1, 2}
 
 
-@pytest.mark.parametrize("rule", ["AdaEDL, last kept", "Beta-Thompson", "calibrated Thompson"])
+@pytest.mark.parametrize("rule", ["AdaEDL, last kept", "Beta-Thompson"])
 def test_controller_of_an_earlier_text_steers_the_next_and_changes_no_output(rule: str) -> None:
     target, controller = target_of("llama"), RULES[rule].controller()
     lengths, states = set[int](), [controller.adapted_rule()]

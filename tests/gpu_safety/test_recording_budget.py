@@ -21,7 +21,6 @@ from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import (
     AdaEdl,
     BetaThompson,
-    CalibratedThompson,
     DraftLengthRule,
     Fixed,
     RoundCosts,
@@ -58,7 +57,6 @@ RULES: dict[str, DraftLengthRule] = {
     "AdaEDL": AdaEdl(max_tokens=3, initial_threshold=0.4),
     "AdaEDL, last dropped": AdaEdl(max_tokens=3, initial_threshold=0.4, keep_last=False),
     "Beta Thompson": BetaThompson(max_tokens=3, costs=COSTS),
-    "calibrated Thompson": CalibratedThompson(max_tokens=3, costs=COSTS),
 }
 DRAFTS: dict[str, Draft] = {
     "skip": LayerSkip(skip_attention=(1, 3), skip_mlp=(3,)),
@@ -139,7 +137,7 @@ def test_nothing_is_recorded_while_a_candidate_is_timed(draft: str, workplace: W
     ("draft", "rule", "how"),
     [
         ("skip", "AdaEDL, last dropped", "greedily"),
-        ("lookup, then exit with a head", "calibrated Thompson", "by sampling"),
+        ("lookup, then exit with a head", "Beta Thompson", "by sampling"),
     ],
 )
 def test_nothing_is_recorded_while_a_batch_is_timed(draft: str, rule: str, how: str, shared: Workplace) -> None:

@@ -7,7 +7,6 @@ from decoding.draft_length import (
     AdaEdlPublished,
     AdaptiveExit,
     BetaThompson,
-    CalibratedThompson,
     DraftLengthRule,
     Fixed,
     MaxConfidence,
@@ -54,7 +53,6 @@ RULES: dict[str, DraftLengthRule] = {
     "Max-Confidence": MaxConfidence(max_tokens=6, initial_threshold=0.4, step=0.2),
     "adaptive exit": AdaptiveExit(max_tokens=6, initial_threshold=0.4, step=0.2),
     "Beta-Thompson": BetaThompson(max_tokens=6, costs=COSTS),
-    "calibrated Thompson": CalibratedThompson(max_tokens=6, costs=COSTS),
 }
 
 PROMPTS = {"one token": some_tokens(1), "several tokens": some_tokens(9)}

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteria, StoppingCriteriaList
 
 from decoding.deploy import OnMismatch, ProfileDecoder, RequestHistory, custom_generate, load_decoder
-from decoding.draft_length import AdaEdl, CalibratedThompson, DraftLengthRule, Fixed, RoundCosts
+from decoding.draft_length import AdaEdl, BetaThompson, DraftLengthRule, Fixed, RoundCosts
 from decoding.drafts import Draft, LayerSkip, Lookup, PromptLookup, SuffixDraft
 from decoding.errors import (
     ExitHeadError,
@@ -307,7 +307,7 @@ def test_exit_with_its_head_beside_the_profile(model: LlamaForCausalLM, tmp_path
     ("draft", "rule"),
     [
         (PromptLookup(), Fixed(max_tokens=4)),
-        (LayerSkip(bits=8, lookup=Lookup()), CalibratedThompson(max_tokens=6, persistent=True, costs=CHEAP)),
+        (LayerSkip(bits=8, lookup=Lookup()), BetaThompson(max_tokens=6, persistent=True, costs=CHEAP)),
     ],
     ids=["lookup", "lookup, then int8"],
 )

@@ -150,7 +150,7 @@ def rules(checkpoint: Path) -> dict[str, EngineRules]:
         (LayerSkip(skip_attention=(1,), lookup=SuffixLookup()), "ada_edl", True),
         (EarlyExit(exit_layer=2, lookup=Lookup(max_ngram=3, min_ngram=1)), "top_probability", True),
         (SuffixDraft(), "fixed", True),
-        (EarlyExit(exit_layer=2), "calibrated_thompson", False),
+        (EarlyExit(exit_layer=2), "beta_thompson", False),
         (EarlyExit(exit_layer=2, tree=FixedLeaves(leaves=2)), "fixed", False),
         (LayerSkip(bits=8), "fixed", False),
     ],
