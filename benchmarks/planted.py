@@ -34,7 +34,7 @@ from benchmarks.results import show, write
 from benchmarks.task import arguments
 from decoding.draft_length import Fixed, RoundCosts
 from decoding.drafts import BitWidth, Draft, LayerSkip
-from decoding.kernels.quantised import PACKED
+from decoding.kernels.quantised import TiledLinear
 from decoding.profile import Decoding
 from decoding.rounds import Round
 from decoding.target import Target
@@ -163,8 +163,7 @@ def _put_on_grid(model: PreTrainedModel) -> None:
     """Round the weights of all linear layers to those of a quantised draft of `GRID` bits."""
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            packed = PACKED[GRID](layer.weight)
-            layer.weight.copy_(packed.integers(0, packed.num_outputs) * packed.scales[:, None])
+            layer.weight.copy_(TiledLinear(layer.weight, GRID, None)(torch.eye(layer.in_features)).t())
 
 
 def run_search(name: str, problem: PlantedProblem, **settings: Any) -> tuple[float, list[TrialRecord]]:

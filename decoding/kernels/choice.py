@@ -12,7 +12,7 @@ from decoding.errors import UnsupportedModelError
 from decoding.kernels import attention, linear, quantised
 from decoding.kernels.compiled import PRECISIONS, CompiledFunction
 from decoding.kernels.linear import FewPositionsLinear
-from decoding.kernels.quantised import MAX_INPUTS, PACKED, QuantisedLinear, RefinedLinear, TiledLinear, error_bounds
+from decoding.kernels.quantised import MAX_INPUTS, PACKED, RefinedLinear, TiledLinear, error_bounds
 
 Work = Literal["linear", "attention", "int8", "int4"]
 Kernel = Literal["few positions", "attention", "tiles"]
@@ -79,22 +79,23 @@ def fast_linear(module: nn.Module) -> nn.Module:
     return FewPositionsLinear.of(module, widens=_lacks(weight.dtype))
 
 
-def quantised_linear(module: nn.Linear, bits: int) -> nn.Module:
+def quantised_linear(module: nn.Linear, bits: int) -> TiledLinear:
     """Return `module` with weights of 8 or 4 bits; its bias is shared.
 
     Raises `ValueError` for another number of bits, and `UnsupportedModelError` if the layer is not a plain linear
-    layer with finite weights on a CPU.
+    layer with finite weights, of at most `MAX_INPUTS`, on a CPU whose kernel multiplies by them.
     """
     if bits not in PACKED:
         raise ValueError(f"weights of {bits} bits: choose from {', '.join(map(str, PACKED))}")
     if type(module) is not nn.Linear or not module.weight.is_floating_point() or module.weight.is_meta:
         raise UnsupportedModelError(f"only plain linear layers can be quantised, not {type(module).__name__}")
     check_quantised(module.weight.device)
+    if module.in_features > MAX_INPUTS[bits]:
+        raise UnsupportedModelError(
+            f"a linear layer of {module.in_features} inputs has sums that do not fit in 32 bits"
+        )
     with torch.inference_mode(False), torch.no_grad():
-        weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
-        if kernel_for(BITS[bits], weight.device).kernel is not None and weight.shape[1] <= MAX_INPUTS[bits]:
-            return TiledLinear(weight, bits, bias)
-        return QuantisedLinear(PACKED[bits](weight), bias)
+        return TiledLinear(module.weight.detach(), bits, None if module.bias is None else module.bias.detach())
 
 
 def quantised_lm_head(module: nn.Linear, bits: int) -> nn.Module:
@@ -105,9 +106,7 @@ def quantised_lm_head(module: nn.Linear, bits: int) -> nn.Module:
     """
     if not _can_be_refined(module, 4):
         return quantised_linear(module, bits)
-    found_by = quantised_linear(module, 4 if torch.cpu._is_vnni_supported() else bits)
-    assert isinstance(found_by, TiledLinear)
-    return RefinedLinear(module.weight, found_by)
+    return RefinedLinear(module.weight, quantised_linear(module, 4 if torch.cpu._is_vnni_supported() else bits))
 
 
 def can_choose(module: nn.Linear) -> bool:
@@ -121,7 +120,6 @@ def choosing_lm_head(module: nn.Linear) -> nn.Module:
     It reads int8 weights, and of its own those of the tokens that may be the most likely one.
     """
     found_by = quantised_linear(module, 8)
-    assert isinstance(found_by, TiledLinear)
     with torch.inference_mode(False), torch.no_grad():
         return RefinedLinear(module.weight, found_by, error_bounds(module.weight.detach()))
 
@@ -144,6 +142,10 @@ def check_quantised(device: torch.device) -> None:
         raise UnsupportedModelError(
             f"drafts with int8 or int4 weights have no kernel on {device.type} yet, where they would be slower than the model "
             "itself: run them on a CPU, or tune a draft without `bits` on this device"
+        )
+    if (choice := kernel_for("int8", device)).kernel is None:
+        raise UnsupportedModelError(
+            f"drafts with int8 or int4 weights have no kernel here: {choice.reason}; tune a draft without `bits` on this machine"
         )
 
 

@@ -6,12 +6,7 @@
 * Values: integers of 15 bits with one scale per position. Rounding them adds little to the error of the weights.
 
 All products are products of integers, and their sums are exact: the bits of a position do not depend on the number of
-positions, on the order of the sums, or on the implementation.
-
-A `QuantisedLinear` is plain torch. In compiled code, few positions are a sum of products that inductor can fuse with the
-unpacking. Outside, weights are unpacked in pieces in every pass.
-
-A `TiledLinear` computes the same bits by the kernel in `quantised.cpp`, at nearly the bandwidth of memory. Weights are
+positions or on the order of the sums. The kernel in `quantised.cpp` computes them at nearly the bandwidth of memory. Weights are
 stored in tiles of 16 rows. Within a tile, four inputs of each row follow one another (int8, with 128 added to each
 weight), or the bits of eight inputs of each row (int4: four in the lower halves of the bytes, and the four that come 16
 inputs later in the upper halves).
@@ -21,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -38,19 +33,13 @@ SMALLEST = 1e-30
 """Positions whose values are all smaller than this are rounded to it, so that no scale overflows."""
 
 ROUNDED = 2**20
-"""Weights that are rounded at a time: the temporary copies in float32 stay small beside a large layer."""
+"""Weights whose errors are found at a time: the temporary copies stay small beside a large layer."""
 
 GROUP = 32
 """Inputs that share a scale and a minimum (int4)."""
 
 MAX_SCALE = 63
 """Largest scale of a group, in units of the row's scale (int4). The sums of 17,000 inputs fit in 32 bits."""
-
-MAX_FUSED_POSITIONS = 8
-"""Positions up to which compiled code sums products. More are a matrix product."""
-
-MAX_UNPACKED = 2**24
-"""Maximum number of weights that are unpacked at once outside compiled code."""
 
 ROWS = 16
 """Rows of a tile."""
@@ -74,97 +63,62 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 MULTIPLY = CompiledFunction("quantised.cpp", "sdtune_quantised", [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 4)
 
 
-class PackedWeight(nn.Module):
-    """The integers of a weight [outputs, inputs] in any floating point precision, and the scale of each row.
+def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scales [outputs] and integers from -127 to 127 [outputs, inputs] of a weight in float32: a symmetric int8."""
+    scales = weight.abs().amax(1).clamp(min=SMALLEST) / 127
+    return scales, (weight / scales[:, None]).round().clamp(-127, 127).to(torch.int8)
 
-    It is packed a few rows at a time. Raises `UnsupportedModelError` for a weight that is not finite.
+
+def int4_rows(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return scales [outputs], bits in pairs, group scales and minima of a weight [outputs, inputs] in float32.
+
+    `integer = group_scale * bits + minimum`, in groups of 32 inputs; the range includes 0. Pairs are [outputs, groups, 16], uint8:
+    input i of a group in the lower half, input i + 16 in the upper half. Group scales [outputs, groups] are in uint8, from 0 to
+    `MAX_SCALE`, minima in int16, from -15 * `MAX_SCALE` to 0.
     """
-
-    bits: int
-    scales: Tensor
-    """[outputs] in float32: a weight is its integer times the scale of its row."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.num_outputs, self.num_inputs = weight.shape
-        pieces = [self._packed(_finite(rows.float())) for rows in weight.split(max(1, ROUNDED // self.num_inputs))]
-        for name in pieces[0]:
-            self.register_buffer(name, torch.cat([piece[name] for piece in pieces]))
-
-    def _packed(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return the buffers of some rows [rows, inputs] in float32, by name."""
-        raise NotImplementedError
-
-    def integers(self, first: int, end: int) -> Tensor:
-        """Return rows `first` to `end` (exclusive) in float64, [rows, inputs]."""
-        raise NotImplementedError
+    groups = pad(weight, (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    least = groups.amin(2).clamp(max=0)
+    steps = (groups.amax(2).clamp(min=0) - least) / 15
+    scales = steps.amax(1, keepdim=True).clamp(min=SMALLEST) / MAX_SCALE
+    group_scales = (steps / scales).round().clamp(0, MAX_SCALE)
+    group_scales[(group_scales == 0) & (steps > 0)] = 1
+    minima = (least / scales).round()
+    bits = (groups / scales[..., None] - minima[..., None]) / group_scales.clamp(min=1)[..., None]
+    bits = bits.round().clamp(0, 15).to(torch.uint8)
+    pairs = bits[..., : GROUP // 2] | bits[..., GROUP // 2 :] << 4
+    return scales.squeeze(1), pairs, group_scales.to(torch.uint8), minima.to(torch.int16)
 
 
-class Int8Weight(PackedWeight):
-    """Signed bytes from -127 to 127 with one scale per row."""
-
-    bits = 8
-    rows: Tensor
-    """[outputs, inputs] in int8."""
-
-    def _packed(self, rows: Tensor) -> dict[str, Tensor]:
-        scales = rows.abs().amax(1).clamp(min=SMALLEST) / 127
-        return {"scales": scales, "rows": (rows / scales[:, None]).round().clamp(-127, 127).to(torch.int8)}
-
-    def integers(self, first: int, end: int) -> Tensor:
-        return self.rows[first:end].double()
+def _int8_tiles(weight: Tensor) -> dict[str, Tensor]:
+    scales, integers = int8_rows(weight)
+    rows = pad(integers.view(torch.uint8) ^ 128, (0, -weight.shape[1] % 4, 0, -len(weight) % ROWS))
+    tiles = rows.unflatten(1, (-1, 4)).unflatten(0, (-1, ROWS)).transpose(1, 2).contiguous()
+    return {"scales": scales, "tiles": tiles, "group_scales": NOTHING, "minima": NOTHING}
 
 
-class Int4Weight(PackedWeight):
-    """Four bits per weight in groups of 32: `integer = group_scale * bits + minimum`. The range includes 0."""
-
-    bits = 4
-    pairs: Tensor
-    """[outputs, groups, 16] in uint8: input i of a group in the lower half, input i + 16 in the upper half."""
-    group_scales: Tensor
-    """[outputs, groups] in uint8, from 0 to `MAX_SCALE`."""
-    minima: Tensor
-    """[outputs, groups] in int16, from -15 * `MAX_SCALE` to 0."""
-
-    def _packed(self, rows: Tensor) -> dict[str, Tensor]:
-        groups = pad(rows, (0, -self.num_inputs % GROUP)).unflatten(1, (-1, GROUP))
-        minima, steps = groups.amin(2).clamp(max=0), (groups.amax(2).clamp(min=0) - groups.amin(2).clamp(max=0)) / 15
-        scales = steps.amax(1, keepdim=True).clamp(min=SMALLEST) / MAX_SCALE
-        group_scales = (steps / scales).round().clamp(0, MAX_SCALE)
-        group_scales[(group_scales == 0) & (steps > 0)] = 1
-        minima = (minima / scales).round()
-        bits = (groups / scales[..., None] - minima[..., None]) / group_scales.clamp(min=1)[..., None]
-        bits = bits.round().clamp(0, 15).to(torch.uint8)
-        return {
-            "scales": scales.squeeze(1),
-            "pairs": bits[..., : GROUP // 2] | bits[..., GROUP // 2 :] << 4,
-            "group_scales": group_scales.to(torch.uint8),
-            "minima": minima.to(torch.int16),
-        }
-
-    def integers(self, first: int, end: int) -> Tensor:
-        pairs, scales, minima = self.pairs[first:end], self.group_scales[first:end], self.minima[first:end]
-        bits = torch.cat([pairs & 15, pairs >> 4], dim=2).double()
-        return (bits * scales[..., None] + minima[..., None]).flatten(1)[:, : self.num_inputs]
+def _int4_tiles(weight: Tensor) -> dict[str, Tensor]:
+    scales, *parts = int4_rows(weight)
+    odd = parts[0].shape[1] % 2
+    pairs, group_scales, minima = (
+        pad(each, (*[0] * (2 * each.ndim - 4), 0, odd, 0, -len(weight) % ROWS)).unflatten(0, (-1, ROWS))
+        for each in parts
+    )
+    return {
+        "scales": scales,
+        "tiles": pairs.unflatten(3, (GROUP // 8, 4)).permute(0, 2, 3, 1, 4).contiguous(),
+        "group_scales": group_scales.transpose(1, 2).contiguous(),
+        "minima": minima.unflatten(2, (-1, 2)).transpose(1, 2).contiguous(),
+    }
 
 
-def _finite(rows: Tensor) -> Tensor:
-    if not rows.isfinite().all():
+PACKED: dict[int, Callable[[Tensor], dict[str, Tensor]]] = {8: _int8_tiles, 4: _int4_tiles}
+"""For each number of bits, what returns the buffers of a weight [outputs, inputs] in float32, by name, as the kernel reads them."""
+
+
+def _packed(weight: Tensor, bits: int) -> dict[str, Tensor]:
+    if not weight.isfinite().all():
         raise UnsupportedModelError("a linear layer has weights that are not finite: it cannot be quantised")
-    return rows
-
-
-PACKED: dict[int, Callable[[Tensor], PackedWeight]] = {8: Int8Weight, 4: Int4Weight}
-"""The packed weight of each number of bits, made from a weight [outputs, inputs]."""
-
-
-def quantised_values(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the integers of `values` [.., inputs] in float64, and the scale of each position [.., 1] in float32."""
-    values = values.float()
-    largest = values.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)
-    integers = (values * (MAX_VALUE / largest)).round()
-    scales = torch.where(largest.isfinite(), largest / MAX_VALUE, torch.nan)
-    return integers.double(), scales
+    return PACKED[bits](weight.float())
 
 
 @torch.library.custom_op("sdtune::quantised", mutates_args=())
@@ -195,56 +149,8 @@ def _(values: Tensor, tiles: Tensor, scales: Tensor, group_scales: Tensor, minim
     return values.new_empty((*values.shape[:-1], scales.shape[0]))
 
 
-class QuantisedRows(nn.Module):
-    """A quantised linear layer, whose rows can be replaced in place."""
-
-    bias: Tensor | None
-    """The bias of the original layer, shared with it."""
-
-    def replace_rows(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """Quantise `weight` [n, inputs] into the given `rows` [n], and give them these entries of the bias [n], if there is one."""
-        self._put(rows, weight)
-        if self.bias is not None and bias is not None:
-            self.bias[rows] = bias
-
-    def _put(self, rows: Tensor, weight: Tensor) -> None:
-        raise NotImplementedError
-
-
-class QuantisedLinear(QuantisedRows):
-    """A linear layer by a packed weight. Inference only; outputs have the precision of the inputs."""
-
-    def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.bits = weight.num_inputs, weight.num_outputs, weight.bits
-        self.weight = weight
-        self.bias = bias
-
-    def _put(self, rows: Tensor, weight: Tensor) -> None:
-        for name, part in PACKED[self.bits](weight).named_buffers():
-            self.weight.get_buffer(name)[rows] = part
-
-    def forward(self, input: Tensor) -> Tensor:
-        values, scales = quantised_values(input)
-        outputs = (self._sums(values) * self.weight.scales.double() * scales.double()).float().to(input.dtype)
-        return outputs if self.bias is None else outputs + self.bias.to(input.dtype)
-
-    def _sums(self, values: Tensor) -> Tensor:
-        """Return the exact sums [.., outputs] of products with integers [.., inputs], both in float64."""
-        if torch.compiler.is_compiling() and values.shape[:-1].numel() <= MAX_FUSED_POSITIONS:
-            return (values[..., None, :] * self.weight.integers(0, self.out_features)).sum(-1)
-        pieces = [values @ self.weight.integers(*rows).t() for rows in self._pieces()]
-        return torch.cat(pieces, dim=-1)
-
-    def _pieces(self) -> Iterator[tuple[int, int]]:
-        """Yield first and last (exclusive) rows of the pieces that are unpacked at once."""
-        num_rows = max(1, MAX_UNPACKED // self.in_features)
-        for first in range(0, self.out_features, num_rows):
-            yield first, min(first + num_rows, self.out_features)
-
-
-class TiledLinear(QuantisedRows):
-    """A linear layer by the kernel, from a weight [outputs, inputs] in any floating point precision.
+class TiledLinear(nn.Module):
+    """A quantised linear layer, from a weight [outputs, inputs] in any floating point precision; its rows can be replaced in place.
 
     Inference only; outputs have the precision of the inputs. The weight is packed a few rows at a time. Raises
     `UnsupportedModelError` if it is not finite.
@@ -252,8 +158,11 @@ class TiledLinear(QuantisedRows):
 
     tiles: Tensor
     scales: Tensor
+    """[outputs] in float32: a weight is its integer times the scale of its row."""
     group_scales: Tensor
     minima: Tensor
+    bias: Tensor | None
+    """The bias of the original layer, shared with it."""
 
     def __init__(self, weight: Tensor, bits: int, bias: Tensor | None) -> None:
         super().__init__()
@@ -261,9 +170,7 @@ class TiledLinear(QuantisedRows):
         self.bits = bits
         num_tiles, tiles_of_piece = -(-self.out_features // ROWS), max(1, PIECE // (ROWS * self.in_features))
         for piece, rows in enumerate(weight.split(tiles_of_piece * ROWS)):
-            packed = PACKED[bits](rows)
-            parts = dict(zip(("tiles", "group_scales", "minima"), _tiles(packed), strict=True), scales=packed.scales)
-            for name, part in parts.items():
+            for name, part in _packed(rows, bits).items():
                 is_by_tile = name != "scales"
                 if not piece:
                     length = num_tiles if is_by_tile else self.out_features
@@ -273,12 +180,15 @@ class TiledLinear(QuantisedRows):
                 self.get_buffer(name)[first : first + len(part)] = part
         self.bias = bias
 
-    def _put(self, rows: Tensor, weight: Tensor) -> None:
-        packed = PACKED[self.bits](weight)
-        self.scales[rows] = packed.scales
-        for (name, axis), part in zip(ROW_AXES[self.bits].items(), _tiles(packed), strict=False):
-            by_row = part.movedim(axis, 1).flatten(0, 1)[: len(rows)]
+    def replace_rows(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """Quantise `weight` [n, inputs] into the given `rows` [n], and give them these entries of the bias [n], if there is one."""
+        packed = _packed(weight, self.bits)
+        self.scales[rows] = packed["scales"]
+        for name, axis in ROW_AXES[self.bits].items():
+            by_row = packed[name].movedim(axis, 1).flatten(0, 1)[: len(rows)]
             self.get_buffer(name).movedim(axis, 1)[rows // ROWS, rows % ROWS] = by_row
+        if self.bias is not None and bias is not None:
+            self.bias[rows] = bias
 
     def forward(self, input: Tensor) -> Tensor:
         outputs = multiply_integers(input, self.tiles, self.scales, self.group_scales, self.minima)
@@ -312,33 +222,17 @@ def error_bounds(weight: Tensor) -> Tensor:
     """Return [outputs] in float32: how far int8 outputs of `weight` [outputs, inputs] may be off, per unit of the input's norm.
 
     By Cauchy-Schwarz, a row's outputs differ by at most the norm of its rounding errors times that of the input (our formulation).
-    Rounding the input, and adding up in float32, is in it. Raises `UnsupportedModelError` if the weight is not finite.
+    Rounding the input, and adding up in float32, is in it.
     """
     inputs = weight.shape[1]
     of_sums, of_values = inputs * 2.0**-23, 1.01 * math.sqrt(inputs) / (2 * MAX_VALUE)
     bounds = []
     for rows in weight.split(max(1, ROUNDED // inputs)):
-        packed = Int8Weight(rows)
-        own = packed.integers(0, len(rows)) * packed.scales.double()[:, None]
+        scales, integers = int8_rows(rows.float())
+        own = integers.double() * scales.double()[:, None]
         error, norm = (rows.double() - own).norm(dim=1), rows.double().norm(dim=1)
         bounds.append(error + (of_sums + of_values) * (norm + error))
     return 1.001 * torch.cat(bounds).float()
-
-
-def _tiles(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tiles of a weight, its group scales and its minima as the kernel reads them."""
-    if isinstance(weight, Int8Weight):
-        rows = pad(weight.rows.view(torch.uint8) ^ 128, (0, -weight.num_inputs % 4, 0, -weight.num_outputs % ROWS))
-        return rows.unflatten(1, (-1, 4)).unflatten(0, (-1, ROWS)).transpose(1, 2).contiguous(), NOTHING, NOTHING
-    assert isinstance(weight, Int4Weight)
-    groups = -weight.pairs.shape[1] % 2
-    pairs, scales, minima = (
-        pad(each, (*[0] * (2 * each.ndim - 4), 0, groups, 0, -weight.num_outputs % ROWS)).unflatten(0, (-1, ROWS))
-        for each in (weight.pairs, weight.group_scales, weight.minima)
-    )
-    tiles = pairs.unflatten(3, (GROUP // 8, 4)).permute(0, 2, 3, 1, 4)
-    in_pairs = minima.unflatten(2, (-1, 2)).transpose(1, 2)
-    return tiles.contiguous(), scales.transpose(1, 2).contiguous(), in_pairs.contiguous()
 
 
 def register() -> None:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import cast
+from typing import TypeGuard, cast
 from weakref import WeakValueDictionary
 
 from torch import nn
 
 from decoding.errors import UnsupportedModelError
-from decoding.kernels.choice import check_quantised, fast_linear, quantised_linear
+from decoding.kernels.choice import check_quantised, fast_linear, kernel_for, quantised_linear
 from decoding.kernels.compiled import PRECISIONS
+from decoding.kernels.quantised import MAX_INPUTS
 from decoding.target.stand_ins import with_replaced
 from decoding.target.weights import Make
 
@@ -59,7 +60,8 @@ class QuantisedLayers:
 
     def finds_any(self, blocks: nn.Module) -> bool:
         """Return True if there is a layer to quantise in `blocks`, on a device that runs it."""
-        return any(self._is_quantised(module) and module.weight.device.type == "cpu" for module in blocks.modules())
+        found = {module.weight.device for module in blocks.modules() if self._is_quantised(module)}
+        return any(kernel_for("int8", device).kernel is not None for device in found)
 
     def check(self, blocks: nn.Module) -> None:
         """Raise `UnsupportedModelError` unless there is a layer to quantise in `blocks`, on a device that runs it."""
@@ -71,9 +73,11 @@ class QuantisedLayers:
             )
 
     def _quantised(self, module: nn.Module, *, bits: int) -> nn.Module:
-        return self.layer(lambda: module, bits, module, quantised_linear) if self._is_quantised(module) else module
+        if not self._is_quantised(module) or module.in_features > MAX_INPUTS[bits]:
+            return module
+        return self.layer(lambda: module, bits, module, quantised_linear)
 
-    def _is_quantised(self, module: nn.Module) -> bool:
+    def _is_quantised(self, module: nn.Module) -> TypeGuard[nn.Linear]:
         return is_plain_linear(module) and module.out_features not in self._router_sizes
 
 

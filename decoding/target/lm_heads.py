@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from decoding.errors import UnsupportedModelError
 from decoding.kernels.choice import can_choose, choosing_lm_head, quantised_linear, quantised_lm_head
-from decoding.kernels.quantised import QuantisedRows
+from decoding.kernels.quantised import TiledLinear
 from decoding.runners.contract import BlockCall
 from decoding.runners.eager import EagerRunner
 from decoding.target.linears import QuantisedLayers, is_plain_linear, with_fast_linears
@@ -104,7 +104,7 @@ class TextRows:
     Passes read them where they are. Sequences that share passes share the slots; others find them empty.
     """
 
-    def __init__(self, own: nn.Linear, rows: QuantisedRows, token_ids: Tensor, vocabulary: DraftVocabulary) -> None:
+    def __init__(self, own: nn.Linear, rows: TiledLinear, token_ids: Tensor, vocabulary: DraftVocabulary) -> None:
         self._own, self._rows, self._token_ids = own, rows, token_ids
         self._first, self._always = len(vocabulary.token_ids), frozenset(vocabulary.token_ids)
         self._num_slots = vocabulary.num_slots
@@ -249,7 +249,7 @@ class LMHeads:
         if follows_text:
             assert vocabulary is not None
             assert rows.token_ids is not None
-            text_rows = TextRows(rows.own, cast(QuantisedRows, packed), rows.token_ids, vocabulary)
+            text_rows = TextRows(rows.own, cast(TiledLinear, packed), rows.token_ids, vocabulary)
         return replace(rows, module=packed, call=None if self.whole is None else self.whole.call, text_rows=text_rows)
 
     def _narrow(self, vocabulary: DraftVocabulary) -> LMHead:

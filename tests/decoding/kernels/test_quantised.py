@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from decoding.errors import UnsupportedModelError
+from decoding.kernels.choice import kernel_for
 from decoding.kernels.choice import quantised_linear as quantised
-from decoding.runners.compilation import CompiledBlocks, compiling
 from tests.support.fake_8b import PeakBytes
 
 PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]
@@ -20,11 +20,12 @@ SIZES = [(64, 40), (31, 7), (1, 3), (100, 17), (2304, 18)]
 """Inputs and outputs."""
 
 
-@pytest.fixture(autouse=True, params=["kernel", "plain torch"])
-def _implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything holds for the kernel, where the processor has the instructions, and without it."""
-    if request.param == "plain torch":
-        monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
+pytestmark = [
+    pytest.mark.usefixtures("instructions"),
+    pytest.mark.skipif(
+        kernel_for("int8", torch.device("cpu")).kernel is None, reason="the processor lacks the instructions"
+    ),
+]
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> float:
@@ -155,22 +156,6 @@ def test_only_plain_linear_layers_are_quantised() -> None:
     broken.weight.data[0, 0] = float("nan")
     with pytest.raises(UnsupportedModelError, match="not finite"):
         quantised(broken, 8)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by modules that torch's compiler imports
-@torch.inference_mode()
-@pytest.mark.parametrize("_implementation", ["plain torch"], indirect=True)
-@pytest.mark.parametrize("bits", ERRORS)
-def test_compiled_code_computes_the_same_bits(bits: int) -> None:
-    """Each pair of bits, sizes and width: every combination would be compiled by itself, which takes seconds."""
-    torch.manual_seed(0)
-    call = CompiledBlocks(torch.device("cpu"))
-    for sizes, width in zip(((100, 24), (24, 100)), (1, 12) if bits == 8 else (12, 1), strict=True):
-        layer = quantised(nn.Linear(*sizes), bits)
-        values = torch.randn(1, width, sizes[0])
-        with compiling(call):
-            assert torch.equal(call(layer, values, (), {}), layer(values))
-    assert call.problem is None
 
 
 @pytest.mark.parametrize("bits", ERRORS)

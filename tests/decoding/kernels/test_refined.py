@@ -10,14 +10,8 @@ from torch import Tensor, nn
 
 from decoding.kernels.choice import can_choose, choosing_lm_head, kernel_for
 from decoding.kernels.linear import few_positions
-from decoding.kernels.quantised import (
-    MAX_BFLOAT16_POSITIONS,
-    PACKED,
-    RefinedLinear,
-    TiledLinear,
-    error_bounds,
-    quantised_values,
-)
+from decoding.kernels.quantised import MAX_BFLOAT16_POSITIONS, PACKED, RefinedLinear, TiledLinear, error_bounds
+from tests.support.integer_products import integers_of, quantised_values
 
 CPU = torch.device("cpu")
 PRECISIONS = [
@@ -58,8 +52,8 @@ def inputs_of(weight: Tensor, *shape: int) -> Iterator[Tensor]:
     loud = values.clone()
     loud[..., 0] = 300.0
     yield loud
-    packed = PACKED[8](weight)
-    error = weight.double() - packed.integers(0, len(weight)) * packed.scales.double()[:, None]
+    integers, scales = integers_of(weight, 8)
+    error = weight.double() - integers * scales.double()[:, None]
     yield error[torch.randint(len(weight), shape)].float() * 100  # along what a row loses
     yield 1e25 * values  # whose squares are not numbers of float32
     yield 1e-25 * values

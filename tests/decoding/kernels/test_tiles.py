@@ -1,4 +1,4 @@
-"""The kernel for integer weights computes the bits of plain torch."""
+"""The kernel for integer weights computes the bits of plain torch, in tiles."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import pytest
 import torch
 from torch import nn
 
+from decoding.errors import UnsupportedModelError
 from decoding.kernels import linear
 from decoding.kernels import quantised as kernels
 from decoding.kernels.choice import choosing_lm_head, kernel_for, quantised_lm_head
 from decoding.kernels.choice import quantised_linear as quantised
-from decoding.kernels.quantised import MAX_INPUTS, PACKED, QuantisedLinear, RefinedLinear, TiledLinear
+from decoding.kernels.quantised import MAX_INPUTS, PACKED, RefinedLinear, TiledLinear
 from decoding.runners.compilation import CompiledBlocks, compiling
+from decoding.target.linears import QuantisedLayers
+from tests.support.integer_products import products
 
 needs_kernel = pytest.mark.skipif(
     kernel_for("int8", torch.device("cpu")).kernel is None, reason="the processor lacks the instructions"
@@ -29,12 +32,12 @@ def test_kernel_and_plain_torch_agree_bit_for_bit(bits: int, dtype: torch.dtype)
     torch.manual_seed(0)
     for num_inputs, num_outputs in SIZES:
         weight = torch.randn(num_outputs, num_inputs)
-        kernel, plain = TiledLinear(weight, bits, torch.randn(num_outputs)), QuantisedLinear(PACKED[bits](weight), None)
-        plain.bias = kernel.bias
+        bias = torch.randn(num_outputs)
+        kernel = TiledLinear(weight, bits, bias)
         for shape in ((), (1, 1), (1, 2), (3,), (2, 2), (1, 5), (1, 6), (7,), (1, 13), (1, 37)):
             values = (5 * torch.randn(*shape, num_inputs)).to(dtype)
             values[..., : num_inputs // 2] /= 100
-            assert torch.equal(kernel(values), plain(values))
+            assert torch.equal(kernel(values), products(values, weight, bits) + bias.to(dtype))
 
 
 @pytest.mark.usefixtures("instructions")
@@ -45,20 +48,27 @@ def test_the_largest_sums_fit(bits: int) -> None:
     weight = torch.ones(2, MAX_INPUTS[bits]) * torch.tensor([[1.0], [-1.0]])
     values = torch.cat([torch.ones(1, MAX_INPUTS[bits]), -torch.ones(1, MAX_INPUTS[bits])])
     found = TiledLinear(weight, bits, None)(values)
-    assert torch.equal(found, QuantisedLinear(PACKED[bits](weight), None)(values))
+    assert torch.equal(found, products(values, weight, bits))
     torch.testing.assert_close(found, torch.tensor([[1.0, -1], [-1, 1]]) * MAX_INPUTS[bits], rtol=1e-2, atol=0)
 
 
-@torch.inference_mode()
+@needs_kernel
 @pytest.mark.parametrize("bits", PACKED)
-def test_more_inputs_than_fit_are_computed_by_plain_torch(bits: int) -> None:
-    assert isinstance(quantised(nn.Linear(MAX_INPUTS[bits] + 1, 1), bits), QuantisedLinear)
+def test_a_layer_with_more_inputs_than_fit_stays_as_it_is(bits: int) -> None:
+    layers = nn.ModuleList([nn.Linear(MAX_INPUTS[bits] + 1, 1), nn.Linear(4, 4)])
+    found = QuantisedLayers().within(layers, bits)
+    assert isinstance(found, nn.ModuleList)
+    assert found[0] is layers[0]
+    assert isinstance(found[1], TiledLinear)
+    with pytest.raises(UnsupportedModelError, match="sums that do not fit in 32 bits"):
+        quantised(layers[0], bits)  # type: ignore[arg-type]
 
 
-@torch.inference_mode()
-def test_processors_without_the_instructions_use_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processors_without_the_instructions_quantise_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
-    assert isinstance(quantised(nn.Linear(4, 4), 8), QuantisedLinear)
+    with pytest.raises(UnsupportedModelError, match="no kernel here: the processor has no AVX2; tune a draft without"):
+        quantised(nn.Linear(4, 4), 8)
+    assert not QuantisedLayers().finds_any(nn.Linear(4, 4))
 
 
 @needs_kernel
@@ -72,17 +82,7 @@ def test_a_weight_packed_in_pieces_is_the_whole_weight(bits: int, monkeypatch: p
     pieces = TiledLinear(weight, bits, None)
     for name, buffer in whole.named_buffers():
         assert torch.equal(buffer, pieces.get_buffer(name)), name
-    assert torch.equal(pieces(values), QuantisedLinear(PACKED[bits](weight), None)(values))
-
-
-@needs_kernel
-@pytest.mark.parametrize("bits", PACKED)
-def test_tiles_take_as_much_memory_as_rows(bits: int) -> None:
-    layer = nn.Linear(1024, 512, bias=False)
-    fast = quantised(layer, bits)
-    assert isinstance(fast, TiledLinear)
-    plain = QuantisedLinear(PACKED[bits](layer.weight.detach()), None)
-    assert sum(each.nbytes for each in fast.buffers()) == sum(each.nbytes for each in plain.buffers())
+    assert torch.equal(pieces(values), products(values, weight, bits))
 
 
 @needs_kernel
@@ -119,5 +119,3 @@ def test_a_large_lm_head_has_a_shortlist_that_int4_finds_where_it_is_fast(monkey
         assert layer.found_by.bits == bits
         assert layer.weight is own.weight
     assert isinstance(quantised_lm_head(nn.Linear(24, 50), 8), TiledLinear), "one with a bias"
-    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
-    assert isinstance(quantised_lm_head(own, 8), QuantisedLinear)
