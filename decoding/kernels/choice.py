@@ -25,7 +25,7 @@ MIN_REFINED = 2**22
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """A kernel, or None and the reason why torch's own code computes the layer."""
+    """A kernel, or None and the reason. Without one, torch's own code computes the layer; integer weights are refused."""
 
     kernel: Kernel | None
     reason: str = ""

@@ -147,11 +147,12 @@ def test_slots_beyond_the_reach_are_not_read(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("instructions")
 @needs_kernel
-@pytest.mark.parametrize("start", [20, 1020])
+@pytest.mark.parametrize(("start", "size"), [(20, 16), (1020, 64), (1020, 36)])
 @pytest.mark.parametrize("dtype", SUPPORTED)
-def test_a_position_gets_the_same_bits_whatever_else_is_in_the_pass(dtype: torch.dtype, start: int) -> None:
+def test_a_position_gets_the_same_bits_whatever_else_is_in_the_pass(dtype: torch.dtype, start: int, size: int) -> None:
+    """Few rows read keys and values where they are, more convert each once."""
     torch.manual_seed(0)
-    query, key, value = states(dtype, width=16, slots=1100)
+    query, key, value = states(dtype, width=16, slots=1100, size=size)
     whole = attend(query, key, value, at(start, width=16), 0.3, ALL)
     for first, end in [(0, 1), (0, 5), (3, 4), (7, 16), (15, 16)]:
         part = attend(query[:, :, first:end], key, value, at(start + first, width=end - first), 0.3, ALL)
