@@ -16,36 +16,41 @@
 
 #include "lanes.h"
 
-// Before a loop over an array of sums. gcc unrolls it by itself only after it has decided what stays in registers: it then stores
-// every sum at every step, which takes longer than the products.
-#define SDTUNE_UNROLLED _Pragma("GCC unroll 8")
-
 namespace {
 
 constexpr int64_t kRows = 4;
-constexpr int64_t kMaxPositions = kLanes == 16 ? 6 : 3;  // at once: as many sums as fit in registers
+constexpr int64_t kMaxPositions = kLanes == 16 ? 6 : 5;  // at once: as many sums as fit in registers
 constexpr int64_t kBytesPerThread = 1 << 16;
 constexpr int64_t kBytesAhead = 1024;  // to prefetch, of the same rows
 constexpr int64_t kShortlist = 16;       // outputs of a position that are computed again
 constexpr int64_t kRowsAtOnce = 64;      // that are copied to one place
 
-// How weights and values are multiplied: `kStep` at a time, values stored as `Stored`.
+// Numbers in float32, `V` vectors of them.
+template <int V>
+struct Vectors {
+  Lanes each[V];
+};
+
+// How weights and values are multiplied: `kStep` at a time, values stored as `Stored`. With AVX2, the values of up to `kFew` positions
+// stay in registers while rows are read.
 template <typename Of>
 struct Single {
   using Format = Of;
   using Value = typename Format::Value;
   using Stored = float;
   static constexpr int64_t kStep = kLanes;
+  static constexpr int kFew = 3;
   static Lanes weights(const Value* from, int64_t count) { return Format::read(from, count); }
   static Lanes values(const Stored* from, int64_t count) { return load(from, count); }
   static Lanes add(Lanes sum, Lanes weights, Lanes values) { return multiply_add(weights, values, sum); }
-  static void unpack(const Value* from, int64_t count, Stored* to) { store(to, Format::read(from, count)); }
+  static Vectors<1> unpacked(const Value* from, int64_t count) { return {Format::read(from, count)}; }
 };
 
 struct Pairs {
   using Format = BFloat16;
   using Value = uint16_t;
   static constexpr int64_t kStep = 2 * kLanes;
+  static constexpr int kFew = 2;
   static Lanes weights(const Value* from, int64_t count) { return load_pairs(from, count); }
 #ifdef SDTUNE_BFLOAT16
   using Stored = uint16_t;
@@ -58,9 +63,9 @@ struct Pairs {
     sum = multiply_add(first_of_pairs(weights), load(values), sum);
     return multiply_add(second_of_pairs(weights), load(values + kLanes), sum);
   }
-  static void unpack(const Value* from, int64_t count, Stored* to) {
+  static Vectors<2> unpacked(const Value* from, int64_t count) {
     const Lanes pairs = load_pairs(from, count);
-    store(to, first_of_pairs(pairs)), store(to + kLanes, second_of_pairs(pairs));
+    return {first_of_pairs(pairs), second_of_pairs(pairs)};
   }
 #endif
 };
@@ -82,7 +87,10 @@ struct Operands {
       stride = (inputs + Kind::kStep - 1) / Kind::kStep * Kind::kStep;
       unpacked.resize(positions * stride);
       for (int64_t m = 0; m < positions; ++m)
-        for (int64_t k = 0; k < inputs; k += Kind::kStep) Kind::unpack(values + m * inputs + k, inputs - k, &unpacked[m * stride + k]);
+        for (int64_t k = 0; k < inputs; k += Kind::kStep) {
+          float* to = &unpacked[m * stride + k];
+          for (const Lanes& part : Kind::unpacked(values + m * inputs + k, inputs - k).each) store(to, part), to += kLanes;
+        }
       data = unpacked.data();
     }
   }
@@ -108,7 +116,8 @@ struct Product {
     const Value* w = weight + row * inputs;
     const auto* x = values.data + piece.first * stride;
     // Prefetched is what comes next. Several parts prefetch a share of the next rows each, or memory would be idle while the same rows
-    // are summed again. With AVX2 the processor prefetches well enough by itself for few positions.
+    // are summed again. With AVX2 the processor prefetches well enough by itself for one position.
+    constexpr bool prefetches = kLanes == 16 || M > 1;
     const Value* next = parts == 1 ? w + kBytesAhead / sizeof(Value) : w + inputs + inputs * piece.index / parts;
     const int64_t next_step = Kind::kStep / parts;
     Lanes sums[R][M];
@@ -117,17 +126,38 @@ struct Product {
       SDTUNE_UNROLLED
       for (auto& each : of_row) each = zeros();
     const auto accumulate = [&](int64_t k, auto count) __attribute__((always_inline)) {
-      decltype(Kind::values(x, count)) of_position[M];
-      SDTUNE_UNROLLED
-      for (int m = 0; m < M; ++m) of_position[m] = Kind::values(x + m * stride + k, count);
-      SDTUNE_UNROLLED
-      for (int r = 0; r < R; ++r) {
-        const Value* from = w + r * apart + k;
-        if (parts > 1) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T1);
-        else if (kLanes == 16) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T0);
-        const Lanes of_row = Kind::weights(from, count);
+      if constexpr (values_stay<M>()) {
+        decltype(Kind::values(x, count)) of_position[M];
         SDTUNE_UNROLLED
-        for (int m = 0; m < M; ++m) sums[r][m] = Kind::add(sums[r][m], of_row, of_position[m]);
+        for (int m = 0; m < M; ++m) of_position[m] = Kind::values(x + m * stride + k, count);
+        SDTUNE_UNROLLED
+        for (int r = 0; r < R; ++r) {
+          if (parts > 1) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T1);
+          else if (prefetches) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T0);
+          const Lanes of_row = Kind::weights(w + r * apart + k, count);
+          SDTUNE_UNROLLED
+          for (int m = 0; m < M; ++m) sums[r][m] = Kind::add(sums[r][m], of_row, of_position[m]);
+        }
+      } else {
+        constexpr int kVectors = Kind::kStep / kLanes;
+        Vectors<kVectors> of_row[R];
+        SDTUNE_UNROLLED
+        for (int r = 0; r < R; ++r) {
+          if (parts > 1) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T1);
+          else if (prefetches) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T0);
+          of_row[r] = Kind::unpacked(w + r * apart + k, count);
+        }
+        SDTUNE_UNROLLED
+        for (int m = 0; m < M; ++m) {
+          const float* from = x + m * stride + k;
+          SDTUNE_UNROLLED
+          for (int v = 0; v < kVectors; ++v) {
+            Lanes of_position = kVectors == 1 ? load(from, count) : load(from + v * kLanes);
+            asm("" : "+x"(of_position));  // or gcc would read it again for each row
+            SDTUNE_UNROLLED
+            for (int r = 0; r < R; ++r) sums[r][m] = multiply_add(of_row[r].each[v], of_position, sums[r][m]);
+          }
+        }
       }
       next += next_step;
     };
@@ -141,15 +171,27 @@ struct Product {
         outputs[(piece.first + m) * rows + row + r * step] = Kind::Format::rounded(sum_of(sums[r][m]));
   }
 
+  // True if registers hold the sums of four rows and the values of all positions. Else they hold the sums and the weights of two rows.
+  template <int M>
+  static constexpr bool values_stay() {
+    return kLanes == 16 || M <= Kind::kFew;
+  }
+
+  template <int R, int M>
+  void sum_rows(int64_t row, int64_t step, Piece piece) const {
+    constexpr int kAtOnce = values_stay<M>() ? R : std::min(R, 2);
+    for (int r = 0; r < R; r += kAtOnce) sum<kAtOnce, M>(row + r * step, step, piece);
+  }
+
   template <int R>
   void sum(int64_t row, int64_t step, Piece piece) const {
     switch (piece.count) {
-      case 1: return sum<R, 1>(row, step, piece);
-      case 2: return sum<R, 2>(row, step, piece);
-      case 3: return sum<R, 3>(row, step, piece);
-      case 4: return sum<R, 4>(row, step, piece);
-      case 5: return sum<R, 5>(row, step, piece);
-      default: return sum<R, 6>(row, step, piece);
+      case 1: return sum_rows<R, 1>(row, step, piece);
+      case 2: return sum_rows<R, 2>(row, step, piece);
+      case 3: return sum_rows<R, 3>(row, step, piece);
+      case 4: return sum_rows<R, 4>(row, step, piece);
+      case 5: return sum_rows<R, 5>(row, step, piece);
+      default: return sum_rows<R, 6>(row, step, piece);
     }
   }
 

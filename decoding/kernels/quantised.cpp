@@ -25,7 +25,7 @@ constexpr int64_t kRows = 16;       // of a tile: one per lane
 constexpr int64_t kGroup = 32;      // inputs that share a scale and a minimum in int4
 constexpr int64_t kMaxValue = 127 * 128 + 63;
 constexpr float kSmallest = 1e-30f;
-constexpr int64_t kMaxPositions = 6;  // at once
+constexpr int64_t kMaxPositions = kLanes == 16 ? 6 : 5;  // at once
 constexpr int64_t kBytesPerThread = 1 << 16;
 constexpr int64_t kBytesAhead = 4096;  // beyond a page, where the processor does not prefetch by itself
 constexpr int64_t kBytesAheadOfFew = 1024;  // for one or two positions, into the first cache
@@ -276,17 +276,26 @@ struct Int4 : Int4Weight {
 
 #else
 
+// The same integers, which the compiler neither reads again nor adds in another order. So sums stay in registers, and each product is
+// added as soon as it is known.
+__m256i as_written(__m256i integers) {
+  asm("" : "+x"(integers));
+  return integers;
+}
+
 // Sixteen integers of 32 bits.
 struct Integers {
-  __m256i first = _mm256_setzero_si256(), second = _mm256_setzero_si256();
+  __m256i halves[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
 
   // Add the products of four bytes of each row with four values. `words` are these as `Values` stores them.
-  void add(__m256i even[2], __m256i odd[2], const int16_t* words) {
-    const __m256i of_even = _mm256_set1_epi32(bits_of(words)), of_odd = _mm256_set1_epi32(bits_of(words + 2));
-    first = _mm256_add_epi32(first, _mm256_madd_epi16(even[0], of_even));
-    second = _mm256_add_epi32(second, _mm256_madd_epi16(even[1], of_even));
-    first = _mm256_add_epi32(first, _mm256_madd_epi16(odd[0], of_odd));
-    second = _mm256_add_epi32(second, _mm256_madd_epi16(odd[1], of_odd));
+  [[gnu::always_inline]] void add(const __m256i (&even)[2], const __m256i (&odd)[2], const int16_t* words) {
+    const __m256i of_even = as_written(_mm256_set1_epi32(bits_of(words)));
+    const __m256i of_odd = as_written(_mm256_set1_epi32(bits_of(words + 2)));
+    SDTUNE_UNROLLED
+    for (int half = 0; half < 2; ++half) {
+      const __m256i sum = as_written(_mm256_add_epi32(halves[half], _mm256_madd_epi16(odd[half], of_odd)));
+      halves[half] = _mm256_add_epi32(sum, _mm256_madd_epi16(even[half], of_even));
+    }
   }
 };
 
@@ -296,7 +305,7 @@ struct Sums {
 
   void add(const Integers& integers) {
     for (int i = 0; i < 4; ++i) {
-      const __m256i eight = i < 2 ? integers.first : integers.second;
+      const __m256i eight = integers.halves[i / 2];
       const __m128i four = i % 2 ? _mm256_extracti128_si256(eight, 1) : _mm256_castsi256_si128(eight);
       quarters[i] = _mm256_add_pd(quarters[i], _mm256_cvtepi32_pd(four));
     }
@@ -313,11 +322,11 @@ struct Sums {
   }
 };
 
-void prefetch(const uint8_t* from) { _mm_prefetch((const char*)from + kBytesAhead, _MM_HINT_T1); }
+void prefetch(const uint8_t* from) { _mm_prefetch((const char*)from + kBytesAheadOfFew, _MM_HINT_T0); }
 
 struct Int8 : Int8Weight {
-  static constexpr int kTiles = 4, kTilesOfOne = 4;  // read at a time, and for one position
-  static constexpr int kSums = 6;                    // in registers
+  static constexpr int kTiles = 1, kTilesOfOne = 4;  // read at a time, and for one position
+  static constexpr int kSums = 4;                    // in registers
   static constexpr int64_t kFit = 512;  // inputs whose products fit in 32 bits: 255 * kMaxValue each
 
   // Add the sums of `R` tiles, `step` tiles apart, for `M` positions.
@@ -326,24 +335,37 @@ struct Int8 : Int8Weight {
     const int64_t bytes = tile_bytes(inputs), padded = values.padded;
     const uint8_t* w = tiles + tile * bytes;
     const int16_t* x = &values.words[position * padded];
-    const __m256i lower = _mm256_set1_epi16(255);
     for (int64_t first = 0; first < inputs; first += kFit) {
       Integers found[R][M];
-      for (int64_t k = first; k < std::min(first + kFit, inputs); k += 4) {
-        for (int r = 0; r < R; ++r) {
-          const uint8_t* from = w + r * step * bytes + k * 16;
-          if constexpr (M >= 2) prefetch(from);
-          __m256i even[2], odd[2];
-          for (int half = 0; half < 2; ++half) {
-            const __m256i of_rows = _mm256_loadu_si256((const __m256i*)from + half);
-            even[half] = _mm256_and_si256(of_rows, lower), odd[half] = _mm256_srli_epi16(of_rows, 8);
-          }
-          for (int m = 0; m < M; ++m) found[r][m].add(even, odd, x + m * padded + k);
-        }
-      }
+      sum_up(w + first * 16, step * bytes, x + first, padded, std::min(kFit, inputs - first), found);
       for (int r = 0; r < R; ++r)
         for (int m = 0; m < M; ++m) sums[r][m].add(found[r][m]);
     }
+  }
+
+  // Tiles from `w` on, `apart` bytes apart, times values from `x` on. A function of its own, as gcc keeps too few sums in registers
+  // where it is a part of another.
+  template <int R, int M>
+  [[gnu::noinline]] static void sum_up(const uint8_t* w, int64_t apart, const int16_t* x, int64_t padded, int64_t inputs,
+                                       Integers (&results)[R][M]) {
+    const __m256i lower = _mm256_set1_epi16(255);
+    Integers sums[R][M];
+    for (int64_t k = 0; k < inputs; k += 4) {
+      SDTUNE_UNROLLED
+      for (int r = 0; r < R; ++r) {
+        const uint8_t* from = w + r * apart + k * 16;
+        prefetch(from);
+        const __m256i of_rows[2] = {_mm256_loadu_si256((const __m256i*)from), _mm256_loadu_si256((const __m256i*)from + 1)};
+        const __m256i even[2] = {_mm256_and_si256(of_rows[0], lower), _mm256_and_si256(of_rows[1], lower)};
+        const __m256i odd[2] = {_mm256_srli_epi16(of_rows[0], 8), _mm256_srli_epi16(of_rows[1], 8)};
+        SDTUNE_UNROLLED
+        for (int m = 0; m < M; ++m) sums[r][m].add(even, odd, x + m * padded + k);
+      }
+    }
+    SDTUNE_UNROLLED
+    for (int r = 0; r < R; ++r)
+      SDTUNE_UNROLLED
+      for (int m = 0; m < M; ++m) results[r][m] = sums[r][m];
   }
 };
 
@@ -373,7 +395,9 @@ struct Int4 : Int4Weight {
         even[0][half] = _mm256_and_si256(pairs, mask), odd[0][half] = _mm256_and_si256(_mm256_srli_epi16(pairs, 8), mask);
         even[1][half] = _mm256_and_si256(_mm256_srli_epi16(pairs, 4), mask), odd[1][half] = _mm256_srli_epi16(pairs, 12);
       }
+      SDTUNE_UNROLLED
       for (int upper = 0; upper < 2; ++upper)
+        SDTUNE_UNROLLED
         for (int m = 0; m < M; ++m) found[m].add(even[upper], odd[upper], x + m * padded + upper * kGroup / 2 + j * 4);
     }
     const auto of_rows = [&](auto from) { return _mm256_loadu_si256((const __m256i*)from); };
@@ -392,7 +416,7 @@ struct Int4 : Int4Weight {
         return _mm256_add_epi32(_mm256_mullo_epi32(of_group, scale[half]), _mm256_mullo_epi32(least[half], sum));
       };
       Integers both;
-      both.first = whole(found[m].first, 0), both.second = whole(found[m].second, 1);
+      both.halves[0] = whole(found[m].halves[0], 0), both.halves[1] = whole(found[m].halves[1], 1);
       sums[m].add(both);
     }
   }
