@@ -144,7 +144,7 @@ struct Product {
         SDTUNE_UNROLLED
         for (int r = 0; r < R; ++r) {
           if (parts > 1) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T1);
-          else if (prefetches) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T0);
+          else _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T0);
           of_row[r] = Kind::unpacked(w + r * apart + k, count);
         }
         SDTUNE_UNROLLED
