@@ -69,6 +69,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         name, _, anchor = link.partition("#")
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), link
+        assert page.parent != ROOT / "docs" or target.is_relative_to(page.parent), f"{link} leaves the site"
         assert not anchor or anchor in _anchors(target), link
 
 
