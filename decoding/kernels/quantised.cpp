@@ -28,7 +28,7 @@ constexpr float kSmallest = 1e-30f;
 constexpr int64_t kMaxPositions = kLanes == 16 ? 6 : 5;  // at once
 constexpr int64_t kBytesPerThread = 1 << 16;
 constexpr int64_t kBytesAhead = 4096;  // beyond a page, where the processor does not prefetch by itself
-constexpr int64_t kBytesAheadOfFew = 1024;  // for one or two positions, into the first cache
+constexpr int64_t kBytesAheadOfFew = 1024;  // for one or two positions, with AVX2 for any number, into the first cache
 
 int64_t item_size(Precision precision) { return precision == Precision::kFloat32 ? 4 : 2; }
 
@@ -276,8 +276,8 @@ struct Int4 : Int4Weight {
 
 #else
 
-// The same integers, which the compiler neither reads again nor adds in another order. So sums stay in registers, and each product is
-// added as soon as it is known.
+// The same integers, of which the compiler knows nothing: it neither reads them again nor adds them in another order, which would take
+// more registers than there are.
 __m256i as_written(__m256i integers) {
   asm("" : "+x"(integers));
   return integers;
@@ -325,6 +325,7 @@ struct Sums {
 void prefetch(const uint8_t* from) { _mm_prefetch((const char*)from + kBytesAheadOfFew, _MM_HINT_T0); }
 
 struct Int8 : Int8Weight {
+  // Several positions wait for products rather than for memory, so that one tile at a time will do.
   static constexpr int kTiles = 1, kTilesOfOne = 4;  // read at a time, and for one position
   static constexpr int kSums = 4;                    // in registers
   static constexpr int64_t kFit = 512;  // inputs whose products fit in 32 bits: 255 * kMaxValue each
