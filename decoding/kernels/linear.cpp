@@ -21,7 +21,8 @@ namespace {
 constexpr int64_t kRows = 4;
 constexpr int64_t kMaxPositions = kLanes == 16 ? 6 : 5;  // at once: as many sums as fit in registers
 constexpr int64_t kBytesPerThread = 1 << 16;
-constexpr int64_t kBytesAhead = 1024;  // to prefetch, of the same rows
+constexpr bool kIsNear = kLanes == 16 && !kHasAmx;
+constexpr int64_t kBytesAhead = kIsNear ? 256 : 1024;  // to prefetch, of the same rows
 constexpr int64_t kShortlist = 16;       // outputs of a position that are computed again
 constexpr int64_t kRowsAtOnce = 64;      // that are copied to one place
 
@@ -115,10 +116,12 @@ struct Product {
     const int64_t inputs = this->inputs, stride = values.stride, apart = step * inputs, parts = piece.parts;
     const Value* w = weight + row * inputs;
     const auto* x = values.data + piece.first * stride;
-    // Prefetched is what comes next. Several parts prefetch a share of the next rows each, or memory would be idle while the same rows
-    // are summed again. With AVX2 the processor prefetches well enough by itself for one position.
+    // Prefetched is what comes next. Several parts prefetch a share of the next rows each, or memory would be idle while the same
+    // rows are summed again; so do several positions where lines are asked for shortly before, which would be too late then. With
+    // AVX2 the processor prefetches well enough by itself for one position.
     constexpr bool prefetches = kLanes == 16 || M > 1;
-    const Value* next = parts == 1 ? w + kBytesAhead / sizeof(Value) : w + inputs + inputs * piece.index / parts;
+    const bool of_next_rows = parts > 1 || (kIsNear && M > 2);
+    const Value* next = of_next_rows ? w + inputs + inputs * piece.index / parts : w + kBytesAhead / sizeof(Value);
     const int64_t next_step = Kind::kStep / parts;
     Lanes sums[R][M];
     SDTUNE_UNROLLED
@@ -129,10 +132,13 @@ struct Product {
       if constexpr (values_stay<M>()) {
         decltype(Kind::values(x, count)) of_position[M];
         SDTUNE_UNROLLED
-        for (int m = 0; m < M; ++m) of_position[m] = Kind::values(x + m * stride + k, count);
+        for (int m = 0; m < M; ++m) {
+          of_position[m] = Kind::values(x + m * stride + k, count);
+          if constexpr (kLanes == 16) asm("" : "+v"(of_position[m]));  // or gcc would read it again for each row
+        }
         SDTUNE_UNROLLED
         for (int r = 0; r < R; ++r) {
-          if (parts > 1) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T1);
+          if (of_next_rows) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T1);
           else if (prefetches) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T0);
           const Lanes of_row = Kind::weights(w + r * apart + k, count);
           SDTUNE_UNROLLED
@@ -143,7 +149,7 @@ struct Product {
         Vectors<kVectors> of_row[R];
         SDTUNE_UNROLLED
         for (int r = 0; r < R; ++r) {
-          if (parts > 1) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T1);
+          if (of_next_rows) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T1);
           else _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T0);
           of_row[r] = Kind::unpacked(w + r * apart + k, count);
         }
@@ -153,7 +159,7 @@ struct Product {
           SDTUNE_UNROLLED
           for (int v = 0; v < kVectors; ++v) {
             Lanes of_position = kVectors == 1 ? load(from, count) : load(from + v * kLanes);
-            asm("" : "+x"(of_position));  // or gcc would read it again for each row
+            asm("" : "+x"(of_position));  // as above
             SDTUNE_UNROLLED
             for (int r = 0; r < R; ++r) sums[r][m] = multiply_add(of_row[r].each[v], of_position, sums[r][m]);
           }

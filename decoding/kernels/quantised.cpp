@@ -28,7 +28,8 @@ constexpr float kSmallest = 1e-30f;
 constexpr int64_t kMaxPositions = kLanes == 16 ? 6 : 5;  // at once
 constexpr int64_t kBytesPerThread = 1 << 16;
 constexpr int64_t kBytesAhead = 4096;  // beyond a page, where the processor does not prefetch by itself
-constexpr int64_t kBytesAheadOfFew = 1024;  // for one or two positions, with AVX2 for any number, into the first cache
+// For one or two positions, with AVX2 for any number, into the first cache.
+constexpr int64_t kBytesAheadOfFew = kLanes == 16 && !kHasAmx ? 256 : 1024;
 
 int64_t item_size(Precision precision) { return precision == Precision::kFloat32 ? 4 : 2; }
 
@@ -182,36 +183,49 @@ struct Sums {
 };
 
 struct Int8 : Int8Weight {
-  static constexpr int kTiles = 4, kTilesOfOne = 8;  // read at a time, and for one position
-  static constexpr int kSums = 10;                   // pairs of sums in registers
+  static constexpr int kTiles = kHasAmx ? 4 : 2, kTilesOfOne = kHasAmx ? 8 : 2;  // read at a time, and for one position
+  static constexpr int kSums = 12;                                               // pairs of sums in registers
 
-  // Add the sums of `R` tiles, `step` tiles apart, for `M` positions.
+  // Return the sums of `R` tiles, `step` tiles apart, for `M` positions in `results`. All that the loop changes is local, so that it
+  // stays in registers.
   template <int R, int M>
-  void add(int64_t tile, int64_t step, const Values& values, int64_t position, int64_t inputs, Sums (&sums)[R][M]) const {
+  void add(int64_t tile, int64_t step, const Values& values, int64_t position, int64_t inputs, Sums (&results)[R][M]) const {
     const int64_t bytes = tile_bytes(inputs), padded = values.padded;
     const uint8_t* w = tiles + tile * bytes;
     const int8_t *x_high = &values.high[position * padded], *x_low = &values.low[position * padded];
+    __m512i high[R][M], low[R][M];
+    SDTUNE_UNROLLED
+    for (int r = 0; r < R; ++r)
+      SDTUNE_UNROLLED
+      for (int m = 0; m < M; ++m) high[r][m] = low[r][m] = _mm512_setzero_si512();
     for (int64_t k = 0; k < inputs; k += 4) {
       __m512i of_tile[R];
+      SDTUNE_UNROLLED
       for (int r = 0; r < R; ++r) {
         const uint8_t* from = w + r * step * bytes + k * 16;
         if constexpr (M <= 2) _mm_prefetch((const char*)from + kBytesAheadOfFew, _MM_HINT_T0);
         else _mm_prefetch((const char*)from + kBytesAhead, _MM_HINT_T1);
         of_tile[r] = _mm512_loadu_si512(from);
       }
+      SDTUNE_UNROLLED
       for (int m = 0; m < M; ++m) {
         const __m512i upper = broadcast(x_high + m * padded + k), lower = broadcast(x_low + m * padded + k);
+        SDTUNE_UNROLLED
         for (int r = 0; r < R; ++r) {
-          sums[r][m].high = _mm512_dpbusd_epi32(sums[r][m].high, of_tile[r], upper);
-          sums[r][m].low = _mm512_dpbusd_epi32(sums[r][m].low, of_tile[r], lower);
+          high[r][m] = _mm512_dpbusd_epi32(high[r][m], of_tile[r], upper);
+          low[r][m] = _mm512_dpbusd_epi32(low[r][m], of_tile[r], lower);
         }
       }
     }
+    SDTUNE_UNROLLED
+    for (int r = 0; r < R; ++r)
+      SDTUNE_UNROLLED
+      for (int m = 0; m < M; ++m) results[r][m] = {high[r][m], low[r][m]};
   }
 };
 
 struct Int4 : Int4Weight {
-  static constexpr int kTiles = 2, kTilesOfOne = 4, kSums = 10;
+  static constexpr int kTiles = 2, kTilesOfOne = kHasAmx ? 4 : 2, kSums = 6;
 
   // Add the sums of `R` tiles, `step` tiles apart, for `M` positions.
   template <int R, int M>
@@ -242,10 +256,13 @@ struct Int4 : Int4Weight {
     const uint8_t* w = tiles + index * kGroup * kRows / 2;
     const __m512i mask = _mm512_set1_epi8(15);
     __m512i upper[R][M], lower[R][M];
+    SDTUNE_UNROLLED
     for (int r = 0; r < R; ++r)
+      SDTUNE_UNROLLED
       for (int m = 0; m < M; ++m) upper[r][m] = lower[r][m] = _mm512_setzero_si512();
     for (int64_t j = 0; j < 4; ++j) {
       __m512i bits[2][R];
+      SDTUNE_UNROLLED
       for (int r = 0; r < R; ++r) {
         const uint8_t* from = w + r * step * kGroup * kRows / 2 + j * 64;
         if constexpr (M <= 2) _mm_prefetch((const char*)from + kBytesAheadOfFew, _MM_HINT_T0);
@@ -253,10 +270,13 @@ struct Int4 : Int4Weight {
         const __m512i pairs = _mm512_loadu_si512(from);
         bits[0][r] = _mm512_and_si512(pairs, mask), bits[1][r] = _mm512_and_si512(_mm512_srli_epi16(pairs, 4), mask);
       }
+      SDTUNE_UNROLLED
       for (int half = 0; half < 2; ++half) {
+        SDTUNE_UNROLLED
         for (int m = 0; m < M; ++m) {
           const int64_t k = m * padded + half * kGroup / 2 + j * 4;
           const __m512i high = broadcast(x_high + k), low = broadcast(x_low + k);
+          SDTUNE_UNROLLED
           for (int r = 0; r < R; ++r) {
             upper[r][m] = _mm512_dpbusd_epi32(upper[r][m], bits[half][r], high);
             lower[r][m] = _mm512_dpbusd_epi32(lower[r][m], bits[half][r], low);
