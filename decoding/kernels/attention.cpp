@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "lanes.h"
+#include "handles.h"
 
 namespace {
 
@@ -106,7 +107,7 @@ struct Attention {
     const auto read_all = [&](int64_t present, auto numbers) __attribute__((always_inline)) {
       for (int64_t i = 0; i < kLanes; ++i) {
         _mm_prefetch((const char*)(keys + (d + i) * kLanes) + kBytesAhead, _MM_HINT_T1);
-        _mm_prefetch((const char*)(values + (d + i) * kLanes), _MM_HINT_T0);
+        _mm_prefetch((const char*)(values + (d + i) * kLanes), kReadsNear ? _MM_HINT_T1 : _MM_HINT_T0);
         tile[i] = i < present ? Format::read(keys + i * key.by.slot + d, numbers) : zeros();
       }
     };
@@ -159,7 +160,10 @@ struct Attention {
     const float *q = &own.queries[row * padded()], *k = own.keys.data();
     for (int64_t d = 0; d < size; ++d) {
       Lanes of_keys[kParts];
-      for (int part = 0; part < kParts; ++part) of_keys[part] = load(k + d * kBlock + part * kLanes);
+      for (int part = 0; part < kParts; ++part) {
+        of_keys[part] = load(k + d * kBlock + part * kLanes);
+        if constexpr (kLanes == 16) of_keys[part] = in_register(of_keys[part]);
+      }
       for (int r = 0; r < R; ++r) {
         const Lanes of_query = all(q[r * padded() + d]);
         for (int part = 0; part < kParts; ++part) sums[r][part] = multiply_add(of_query, of_keys[part], sums[r][part]);
@@ -209,7 +213,10 @@ struct Attention {
     values += d;
     for (int64_t i = 0; i < count; ++i, values += step) {
       Lanes of_values[V];
-      for (int v = 0; v < V; ++v) of_values[v] = From::read(values + v * kLanes);
+      for (int v = 0; v < V; ++v) {
+        of_values[v] = From::read(values + v * kLanes);
+        if constexpr (kLanes == 16) of_values[v] = in_register(of_values[v]);
+      }
       for (int r = 0; r < R; ++r) {
         const Lanes weight = all(weights[r * kBlock + i]);
         for (int v = 0; v < V; ++v) sums[r][v] = multiply_add(weight, of_values[v], sums[r][v]);
@@ -350,32 +357,26 @@ extern "C" __attribute__((visibility("default"))) void sdtune_attend(
   });
 }
 
-#define SDTUNE_CHECK(call) \
-  if (auto error = (call)) return error
-
 // As inductor's code calls it: allocates the outputs.
 extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_sdtune_attend(
     AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value, AtenTensorHandle positions, double scale,
     int64_t window, AtenTensorHandle* outputs) {
   const AtenTensorHandle given[3] = {query, key, value};
-  void *data[3], *seen, *to;
+  void *data[3], *others[2];
   int64_t *strides[3], *sizes, *key_sizes, *position_sizes;
   int32_t dtype;
-  for (int i = 0; i < 3; ++i) {
-    SDTUNE_CHECK(aoti_torch_get_data_ptr(given[i], &data[i]));
-    SDTUNE_CHECK(aoti_torch_get_strides(given[i], &strides[i]));
-  }
+  for (int i = 0; i < 3; ++i) SDTUNE_CHECK(aoti_torch_get_strides(given[i], &strides[i]));
   SDTUNE_CHECK(aoti_torch_get_sizes(query, &sizes));
   SDTUNE_CHECK(aoti_torch_get_sizes(key, &key_sizes));
   SDTUNE_CHECK(aoti_torch_get_sizes(positions, &position_sizes));
-  SDTUNE_CHECK(aoti_torch_get_data_ptr(positions, &seen));
   SDTUNE_CHECK(aoti_torch_get_dtype(query, &dtype));
   const int64_t new_sizes[4] = {sizes[0], sizes[2], sizes[1], sizes[3]};
   const int64_t new_strides[4] = {sizes[2] * sizes[1] * sizes[3], sizes[1] * sizes[3], sizes[3], 1};
   SDTUNE_CHECK(aoti_torch_empty_strided(4, new_sizes, new_strides, dtype, aoti_torch_device_type_cpu(), 0, outputs));
-  SDTUNE_CHECK(aoti_torch_get_data_ptr(*outputs, &to));
+  SDTUNE_CHECK(addresses(given, data));
+  SDTUNE_CHECK(addresses({positions, *outputs}, others));
   const int64_t position_rows = position_sizes[2], width = sizes[2];
-  sdtune_attend(data, strides, (const int64_t*)seen, position_sizes[0] == 1 ? 0 : position_rows * width,
-                (position_rows - 1) * width, to, sizes, key_sizes, scale, window, int64_t(precision_of(dtype)));
+  sdtune_attend(data, strides, (const int64_t*)others[0], position_sizes[0] == 1 ? 0 : position_rows * width,
+                (position_rows - 1) * width, others[1], sizes, key_sizes, scale, window, int64_t(precision_of(dtype)));
   return AOTI_TORCH_SUCCESS;
 }

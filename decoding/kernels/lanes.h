@@ -16,17 +16,16 @@
 
 namespace {
 
-// With AVX-512, a Xeon with AMX reads memory fastest from many places at a time, lines asked for far ahead; an EPYC without (Zen 4)
-// from few places, lines asked for shortly before. Others were not measured.
-#ifdef __AMX_TILE__
-constexpr bool kHasAmx = true;
-#else
-constexpr bool kHasAmx = false;
-#endif
-
 #if defined(__AVX512F__) && !defined(SDTUNE_AVX2)
 
 constexpr int64_t kLanes = 16;
+// How memory is read fastest: by a Xeon with AMX from many places at a time, lines asked for long before; by an EPYC without (Zen 4)
+// from few places, lines asked for shortly before. Others were not measured.
+#ifdef __AMX_TILE__
+constexpr bool kReadsNear = false;
+#else
+constexpr bool kReadsNear = true;
+#endif
 #if defined(__AMX_INT8__) && !defined(SDTUNE_AVX512)
 #define SDTUNE_AMX_INT8  // there is an instruction for products of tiles of bytes
 #endif
@@ -135,6 +134,7 @@ Halves to_float16(Lanes values) { return _mm512_cvtps_ph(values, _MM_FROUND_TO_N
 #else
 
 constexpr int64_t kLanes = 8;
+constexpr bool kReadsNear = false;
 
 using Lanes = __m256;
 using Halves = __m128i;  // numbers of 16 bits
@@ -250,6 +250,12 @@ Lanes from_float16(Halves values) { return _mm256_cvtph_ps(values); }
 Halves to_float16(Lanes values) { return _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT); }
 
 #endif
+
+// The same numbers, in a register: gcc would read them again for each use.
+[[gnu::always_inline]] inline Lanes in_register(Lanes numbers) {
+  asm("" : "+v"(numbers));
+  return numbers;
+}
 
 Halves load_halves(const uint16_t* from, int64_t count) {
   if (count >= kLanes) return load_halves(from);

@@ -15,14 +15,14 @@
 #include <vector>
 
 #include "lanes.h"
+#include "handles.h"
 
 namespace {
 
 constexpr int64_t kRows = 4;
 constexpr int64_t kMaxPositions = kLanes == 16 ? 6 : 5;  // at once: as many sums as fit in registers
 constexpr int64_t kBytesPerThread = 1 << 16;
-constexpr bool kIsNear = kLanes == 16 && !kHasAmx;
-constexpr int64_t kBytesAhead = kIsNear ? 256 : 1024;  // to prefetch, of the same rows
+constexpr int64_t kBytesAhead = kReadsNear ? 256 : 1024;  // to prefetch, of the same rows
 constexpr int64_t kShortlist = 16;       // outputs of a position that are computed again
 constexpr int64_t kRowsAtOnce = 64;      // that are copied to one place
 
@@ -120,7 +120,7 @@ struct Product {
     // rows are summed again; so do several positions where lines are asked for shortly before, which would be too late then. With
     // AVX2 the processor prefetches well enough by itself for one position.
     constexpr bool prefetches = kLanes == 16 || M > 1;
-    const bool of_next_rows = parts > 1 || (kIsNear && M > 2);
+    const bool of_next_rows = parts > 1 || (kReadsNear && M > 2);
     const Value* next = of_next_rows ? w + inputs + inputs * piece.index / parts : w + kBytesAhead / sizeof(Value);
     const int64_t next_step = Kind::kStep / parts;
     Lanes sums[R][M];
@@ -134,7 +134,7 @@ struct Product {
         SDTUNE_UNROLLED
         for (int m = 0; m < M; ++m) {
           of_position[m] = Kind::values(x + m * stride + k, count);
-          if constexpr (kLanes == 16) asm("" : "+v"(of_position[m]));  // or gcc would read it again for each row
+          if constexpr (kLanes == 16) of_position[m] = in_register(of_position[m]);
         }
         SDTUNE_UNROLLED
         for (int r = 0; r < R; ++r) {
@@ -158,8 +158,7 @@ struct Product {
           const float* from = x + m * stride + k;
           SDTUNE_UNROLLED
           for (int v = 0; v < kVectors; ++v) {
-            Lanes of_position = kVectors == 1 ? load(from, count) : load(from + v * kLanes);
-            asm("" : "+x"(of_position));  // as above
+            const Lanes of_position = in_register(kVectors == 1 ? load(from, count) : load(from + v * kLanes));
             SDTUNE_UNROLLED
             for (int r = 0; r < R; ++r) sums[r][m] = multiply_add(of_row[r].each[v], of_position, sums[r][m]);
           }
@@ -490,54 +489,31 @@ extern "C" __attribute__((visibility("default"))) void sdtune_refine(
   });
 }
 
-#define SDTUNE_CHECK(call) \
-  if (auto error = (call)) return error
-
 // As inductor's code calls it: allocates the outputs.
 extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_sdtune_few_positions(
     AtenTensorHandle values, AtenTensorHandle weight, AtenTensorHandle* outputs) {
-  int64_t dims, *sizes, *weight_sizes, new_sizes[8], strides[8];
-  int32_t dtype;
-  void *from, *by, *to;
-  SDTUNE_CHECK(aoti_torch_get_dim(values, &dims));
-  SDTUNE_CHECK(aoti_torch_get_sizes(values, &sizes));
+  int64_t *weight_sizes, positions, inputs;
+  Precision precision;
+  void* data[3];
   SDTUNE_CHECK(aoti_torch_get_sizes(weight, &weight_sizes));
-  SDTUNE_CHECK(aoti_torch_get_dtype(values, &dtype));
-  if (dims < 1 || dims > 8) return AOTI_TORCH_FAILURE;
-  int64_t positions = 1, stride = 1;
-  for (int64_t dim = 0; dim < dims - 1; ++dim) positions *= sizes[dim];
-  for (int64_t dim = dims - 1; dim >= 0; --dim) {
-    new_sizes[dim] = dim == dims - 1 ? weight_sizes[0] : sizes[dim];
-    strides[dim] = stride;
-    stride *= new_sizes[dim];
-  }
-  SDTUNE_CHECK(aoti_torch_empty_strided(dims, new_sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, outputs));
-  SDTUNE_CHECK(aoti_torch_get_data_ptr(values, &from));
-  SDTUNE_CHECK(aoti_torch_get_data_ptr(weight, &by));
-  SDTUNE_CHECK(aoti_torch_get_data_ptr(*outputs, &to));
-  sdtune_multiply(from, by, to, positions, weight_sizes[0], weight_sizes[1], int64_t(precision_of(dtype)));
+  const int64_t rows = weight_sizes[0];
+  SDTUNE_CHECK(allocate(values, rows, outputs, &positions, &inputs, &precision));
+  SDTUNE_CHECK(addresses({values, weight, *outputs}, data));
+  multiply(data[0], data[1], data[2], positions, rows, inputs, precision);
   return AOTI_TORCH_SUCCESS;
 }
+
 // As inductor's code calls it: allocates the outputs. Empty `bounds` mean none.
 extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_sdtune_refined(
     AtenTensorHandle found, AtenTensorHandle values, AtenTensorHandle weight, AtenTensorHandle bounds, AtenTensorHandle* outputs) {
-  int64_t dims, *sizes, *strides, *weight_sizes, num_found, num_bounds;
-  int32_t dtype;
-  void *from, *x, *by, *up_to, *to;
-  SDTUNE_CHECK(aoti_torch_get_dim(found, &dims));
-  SDTUNE_CHECK(aoti_torch_get_sizes(found, &sizes));
-  SDTUNE_CHECK(aoti_torch_get_strides(found, &strides));
+  int64_t *weight_sizes, positions, inputs, num_bounds;
+  Precision precision;
+  void* data[5];
   SDTUNE_CHECK(aoti_torch_get_sizes(weight, &weight_sizes));
-  SDTUNE_CHECK(aoti_torch_get_dtype(found, &dtype));
-  SDTUNE_CHECK(aoti_torch_get_numel(found, &num_found));
   SDTUNE_CHECK(aoti_torch_get_numel(bounds, &num_bounds));
-  SDTUNE_CHECK(aoti_torch_empty_strided(dims, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, outputs));
-  SDTUNE_CHECK(aoti_torch_get_data_ptr(found, &from));
-  SDTUNE_CHECK(aoti_torch_get_data_ptr(values, &x));
-  SDTUNE_CHECK(aoti_torch_get_data_ptr(weight, &by));
-  SDTUNE_CHECK(aoti_torch_get_data_ptr(bounds, &up_to));
-  SDTUNE_CHECK(aoti_torch_get_data_ptr(*outputs, &to));
-  sdtune_refine(from, x, by, num_bounds ? up_to : nullptr, to, num_found / weight_sizes[0], weight_sizes[0], weight_sizes[1],
-                int64_t(precision_of(dtype)));
+  const int64_t rows = weight_sizes[0];
+  SDTUNE_CHECK(allocate(values, rows, outputs, &positions, &inputs, &precision));
+  SDTUNE_CHECK(addresses({found, values, weight, bounds, *outputs}, data));
+  sdtune_refine(data[0], data[1], data[2], num_bounds ? data[3] : nullptr, data[4], positions, rows, inputs, int64_t(precision));
   return AOTI_TORCH_SUCCESS;
 }

@@ -18,6 +18,7 @@
 #define SDTUNE_AVX2
 #endif
 #include "lanes.h"
+#include "handles.h"
 
 namespace {
 
@@ -29,7 +30,7 @@ constexpr int64_t kMaxPositions = kLanes == 16 ? 6 : 5;  // at once
 constexpr int64_t kBytesPerThread = 1 << 16;
 constexpr int64_t kBytesAhead = 4096;  // beyond a page, where the processor does not prefetch by itself
 // For one or two positions, with AVX2 for any number, into the first cache.
-constexpr int64_t kBytesAheadOfFew = kLanes == 16 && !kHasAmx ? 256 : 1024;
+constexpr int64_t kBytesAheadOfFew = kReadsNear ? 256 : 1024;
 
 int64_t item_size(Precision precision) { return precision == Precision::kFloat32 ? 4 : 2; }
 
@@ -183,7 +184,7 @@ struct Sums {
 };
 
 struct Int8 : Int8Weight {
-  static constexpr int kTiles = kHasAmx ? 4 : 2, kTilesOfOne = kHasAmx ? 8 : 2;  // read at a time, and for one position
+  static constexpr int kTiles = kReadsNear ? 2 : 4, kTilesOfOne = kReadsNear ? 2 : 8;  // read at a time, and for one position
   static constexpr int kSums = 12;                                               // pairs of sums in registers
 
   // Return the sums of `R` tiles, `step` tiles apart, for `M` positions in `results`. All that the loop changes is local, so that it
@@ -225,7 +226,7 @@ struct Int8 : Int8Weight {
 };
 
 struct Int4 : Int4Weight {
-  static constexpr int kTiles = 2, kTilesOfOne = kHasAmx ? 4 : 2, kSums = 6;
+  static constexpr int kTiles = 2, kTilesOfOne = kReadsNear ? 2 : 4, kSums = 6;
 
   // Add the sums of `R` tiles, `step` tiles apart, for `M` positions.
   template <int R, int M>
@@ -636,37 +637,18 @@ extern "C" __attribute__((visibility("default"))) void sdtune_quantised(
   compute(Int4{(const uint8_t*)tiles, (const uint8_t*)group_scales, (const int16_t*)minima});
 }
 
-#define SDTUNE_CHECK(call) \
-  if (auto error = (call)) return error
-
 // As inductor's code calls it: allocates the outputs. Empty `group_scales` and `minima` mean int8.
 extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_sdtune_quantised(
     AtenTensorHandle values, AtenTensorHandle tiles, AtenTensorHandle row_scales, AtenTensorHandle group_scales,
     AtenTensorHandle minima, AtenTensorHandle* outputs) {
-  int64_t dims, *sizes, rows, new_sizes[8], strides[8], num_groups;
-  int32_t dtype;
-  void *from, *weight, *by_row, *by_group, *least, *to;
-  SDTUNE_CHECK(aoti_torch_get_dim(values, &dims));
-  SDTUNE_CHECK(aoti_torch_get_sizes(values, &sizes));
-  SDTUNE_CHECK(aoti_torch_get_dtype(values, &dtype));
+  int64_t positions, rows, inputs, num_groups;
+  Precision precision;
+  void* data[6];
   SDTUNE_CHECK(aoti_torch_get_numel(row_scales, &rows));
   SDTUNE_CHECK(aoti_torch_get_numel(group_scales, &num_groups));
-  if (dims < 1 || dims > 8) return AOTI_TORCH_FAILURE;
-  int64_t positions = 1, stride = 1;
-  for (int64_t dim = 0; dim < dims - 1; ++dim) positions *= sizes[dim];
-  for (int64_t dim = dims - 1; dim >= 0; --dim) {
-    new_sizes[dim] = dim == dims - 1 ? rows : sizes[dim];
-    strides[dim] = stride;
-    stride *= new_sizes[dim];
-  }
-  SDTUNE_CHECK(aoti_torch_empty_strided(dims, new_sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, outputs));
-  SDTUNE_CHECK(aoti_torch_get_data_ptr(values, &from));
-  SDTUNE_CHECK(aoti_torch_get_data_ptr(tiles, &weight));
-  SDTUNE_CHECK(aoti_torch_get_data_ptr(row_scales, &by_row));
-  SDTUNE_CHECK(aoti_torch_get_data_ptr(group_scales, &by_group));
-  SDTUNE_CHECK(aoti_torch_get_data_ptr(minima, &least));
-  SDTUNE_CHECK(aoti_torch_get_data_ptr(*outputs, &to));
-  sdtune_quantised(from, weight, by_row, num_groups ? by_group : nullptr, num_groups ? least : nullptr, to, positions,
-                   rows, sizes[dims - 1], int64_t(precision_of(dtype)));
+  SDTUNE_CHECK(allocate(values, rows, outputs, &positions, &inputs, &precision));
+  SDTUNE_CHECK(addresses({values, tiles, row_scales, group_scales, minima, *outputs}, data));
+  sdtune_quantised(data[0], data[1], data[2], num_groups ? data[3] : nullptr, num_groups ? data[4] : nullptr, data[5], positions, rows,
+                   inputs, int64_t(precision));
   return AOTI_TORCH_SUCCESS;
 }
