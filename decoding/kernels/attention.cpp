@@ -160,10 +160,7 @@ struct Attention {
     const float *q = &own.queries[row * padded()], *k = own.keys.data();
     for (int64_t d = 0; d < size; ++d) {
       Lanes of_keys[kParts];
-      for (int part = 0; part < kParts; ++part) {
-        of_keys[part] = load(k + d * kBlock + part * kLanes);
-        if constexpr (kLanes == 16) of_keys[part] = in_register(of_keys[part]);
-      }
+      for (int part = 0; part < kParts; ++part) of_keys[part] = held(load(k + d * kBlock + part * kLanes));
       for (int r = 0; r < R; ++r) {
         const Lanes of_query = all(q[r * padded() + d]);
         for (int part = 0; part < kParts; ++part) sums[r][part] = multiply_add(of_query, of_keys[part], sums[r][part]);
@@ -213,10 +210,7 @@ struct Attention {
     values += d;
     for (int64_t i = 0; i < count; ++i, values += step) {
       Lanes of_values[V];
-      for (int v = 0; v < V; ++v) {
-        of_values[v] = From::read(values + v * kLanes);
-        if constexpr (kLanes == 16) of_values[v] = in_register(of_values[v]);
-      }
+      for (int v = 0; v < V; ++v) of_values[v] = held(From::read(values + v * kLanes));
       for (int r = 0; r < R; ++r) {
         const Lanes weight = all(weights[r * kBlock + i]);
         for (int v = 0; v < V; ++v) sums[r][v] = multiply_add(weight, of_values[v], sums[r][v]);

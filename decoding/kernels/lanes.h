@@ -257,6 +257,9 @@ Halves to_float16(Lanes values) { return _mm256_cvtps_ph(values, _MM_FROUND_TO_N
   return numbers;
 }
 
+// With AVX-512, which has enough registers.
+[[gnu::always_inline]] inline Lanes held(Lanes numbers) { return kLanes == 16 ? in_register(numbers) : numbers; }
+
 Halves load_halves(const uint16_t* from, int64_t count) {
   if (count >= kLanes) return load_halves(from);
   uint16_t padded[kLanes] = {};

@@ -42,7 +42,7 @@ struct Single {
   static constexpr int64_t kStep = kLanes;
   static constexpr int kFew = 3;
   static Lanes weights(const Value* from, int64_t count) { return Format::read(from, count); }
-  static Lanes values(const Stored* from, int64_t count) { return load(from, count); }
+  static Lanes values(const Stored* from, int64_t count) { return held(load(from, count)); }
   static Lanes add(Lanes sum, Lanes weights, Lanes values) { return multiply_add(weights, values, sum); }
   static Vectors<1> unpacked(const Value* from, int64_t count) { return {Format::read(from, count)}; }
 };
@@ -55,7 +55,7 @@ struct Pairs {
   static Lanes weights(const Value* from, int64_t count) { return load_pairs(from, count); }
 #ifdef SDTUNE_BFLOAT16
   using Stored = uint16_t;
-  static Lanes values(const Stored* from, int64_t count) { return load_pairs(from, count); }
+  static Lanes values(const Stored* from, int64_t count) { return held(load_pairs(from, count)); }
   static Lanes add(Lanes sum, Lanes weights, Lanes values) { return multiply_add_pairs(weights, values, sum); }
 #else
   using Stored = float;  // of `kStep` values the first of each pair, then the second
@@ -132,10 +132,7 @@ struct Product {
       if constexpr (values_stay<M>()) {
         decltype(Kind::values(x, count)) of_position[M];
         SDTUNE_UNROLLED
-        for (int m = 0; m < M; ++m) {
-          of_position[m] = Kind::values(x + m * stride + k, count);
-          if constexpr (kLanes == 16) of_position[m] = in_register(of_position[m]);
-        }
+        for (int m = 0; m < M; ++m) of_position[m] = Kind::values(x + m * stride + k, count);
         SDTUNE_UNROLLED
         for (int r = 0; r < R; ++r) {
           if (of_next_rows) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T1);
