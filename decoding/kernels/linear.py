@@ -3,8 +3,8 @@
 A pass over few positions is bound by reading the weights. Where measured (AMD Zen 4, one thread), the libraries that
 torch calls read them at a third to a half of the bandwidth of a plain sum: MKL in float32, oneDNN in bfloat16. The kernel in
 `linear.cpp` reads the weights in torch's own layout, so there is no second copy of them, at nearly full bandwidth for up to
-eight positions (Intel Xeon; with AVX2 three), in bfloat16 with AMX for sixteen. A position's sums do not depend on the number of
-positions, so the layers round alike in plain and in verifying passes.
+eight positions (Intel Xeon; Zen 4 five, with AVX2 three), in bfloat16 with AMX for sixteen. A position's sums do not depend on
+the number of positions, so the layers round alike in plain and in verifying passes.
 """
 
 from __future__ import annotations

@@ -202,7 +202,8 @@ class Budget:
         if self.spent_before:
             raise SearchError(
                 f"{spoken(self.spent_before)} of --timeout {spoken(self.timeout)} were spent by earlier runs, and {what} takes "
-                f"about {spoken(needed)}: --timeout {more} goes on from the trials that are stored"
+                f"about {spoken(needed)}: --timeout {more} goes on from the stored trials, and another --experiment searches "
+                "anew"
             )
         raise SearchError(
             f"--timeout {spoken(self.timeout)} is too short for this model: {spoken(self.spent)} are spent, and {what} takes "

@@ -92,7 +92,7 @@ def test_a_search_is_refused_ends_in_time_and_goes_on(run_timed: RunTimed) -> No
     _check_a_search_in_time(first, simulated, told)
 
     with pytest.raises(
-        SearchError, match=r"of --timeout 60 s were spent by earlier runs.*--timeout \S+ goes on"
+        SearchError, match=r"of --timeout 60 s were spent by earlier runs.*--timeout \S+ goes on.*another --experiment"
     ) as refused:
         run_timed(60, finalists=2)
     assert "\n" not in str(refused.value)
