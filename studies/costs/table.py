@@ -155,8 +155,8 @@ class CostTable(Document):
         times = ", ".join(f"{name} {1000 * seconds:.3g} ms" for name, seconds in shown.items())
         error = self.error
         return (
-            f"{times}; predicted within {100 * error.median:.1f} % (median, worst {100 * error.worst:.0f} %) on "
-            f"{error.num_passes} held-out passes"
+            f"{times}, all after {context:,} tokens; predicted within {100 * error.median:.1f} % (median, worst "
+            f"{100 * error.worst:.0f} %) on {error.num_passes} held-out passes"
         )
 
     def _skipped(self, draft: Draft) -> LayerSkip:
