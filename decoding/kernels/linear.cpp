@@ -23,8 +23,8 @@ constexpr int64_t kRows = 4;
 constexpr int64_t kMaxPositions = kLanes == 16 ? 6 : 5;  // at once: as many sums as fit in registers
 constexpr int64_t kBytesPerThread = 1 << 16;
 constexpr int64_t kBytesAhead = kReadsNear ? 256 : 1024;  // to prefetch, of the same rows
-constexpr int64_t kShortlist = 16;       // outputs of a position that are computed again
-constexpr int64_t kRowsAtOnce = 64;      // that are copied to one place
+constexpr int64_t kShortlist = 16;                        // outputs of a position that are computed again
+constexpr int64_t kRowsAtOnce = 64;                       // that are copied to one place
 
 // Numbers in float32, `V` vectors of them.
 template <int V>

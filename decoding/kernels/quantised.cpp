@@ -185,7 +185,7 @@ struct Sums {
 
 struct Int8 : Int8Weight {
   static constexpr int kTiles = kReadsNear ? 2 : 4, kTilesOfOne = kReadsNear ? 2 : 8;  // read at a time, and for one position
-  static constexpr int kSums = 12;                                               // pairs of sums in registers
+  static constexpr int kSums = 12;                                                     // pairs of sums in registers
 
   // Return the sums of `R` tiles, `step` tiles apart, for `M` positions in `results`. All that the loop changes is local, so that it
   // stays in registers.
