@@ -8,10 +8,11 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from click.testing import CliRunner, Result
-from sqlalchemy import Engine, event
+from sqlalchemy import Engine, create_engine, event, text
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decoding.draft_length import DraftLengthRule, Fixed
@@ -147,10 +148,20 @@ def write_profile(workplace: Path, target: Target, checkpoint: Path) -> Callable
 
 
 @pytest.fixture(scope="session")
-def postgres_url() -> Iterator[str]:
-    """Address of an empty PostgreSQL database. Tests that leave something in it name it so that others do not meet it."""
+def postgres_server() -> Iterator[Engine]:
     with postgres() as url:
-        yield url
+        engine = create_engine(url, isolation_level="AUTOCOMMIT")
+        yield engine
+        engine.dispose()
+
+
+@pytest.fixture
+def postgres_url(postgres_server: Engine) -> str:
+    """Address of an empty PostgreSQL database of the test's own: tests run in any order."""
+    name = f"test_{uuid4().hex}"
+    with postgres_server.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {name}"))
+    return postgres_server.url.set(database=name).render_as_string(hide_password=False)
 
 
 @pytest.fixture

@@ -28,8 +28,6 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[sa.Engine
     is_file = getattr(request, "param", "sqlite") == "sqlite"
     url = f"sqlite:///{tmp_path / 'workers.db'}" if is_file else request.getfixturevalue("postgres_url")
     engine = sa.create_engine(url)
-    with engine.begin() as connection:
-        connection.execute(sa.text("DROP TABLE IF EXISTS sdtune_workers"))  # those that other tests have left
     yield engine
     engine.dispose()
 
