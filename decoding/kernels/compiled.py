@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class CompiledFunction:
-    """A C function of a source file, which torch compiles once and keeps on disk."""
+    """A C function of a source file, which torch compiles once, beside the others, and keeps on disk."""
 
     def __init__(
         self, source: str, name: str, arguments: Sequence[Any], result: Any = None, *, keeps_lock: bool = False
@@ -41,8 +43,12 @@ class CompiledFunction:
     def _library(self) -> ctypes.CDLL | None:
         errors = importlib.import_module("torch._inductor.exc")
         cache = importlib.import_module("torch._inductor.codecache").CppCodeCache
+        sources = {path.name: _with_headers(_read(path.name)) for path in Path(__file__).parent.glob("*.cpp")}
         try:
-            compiled = cache.load(_with_headers(_read(self._source)), "cpu")
+            # All at once: a model needs most of them, and each takes seconds.
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                loads = {name: cache.load_async(source, "cpu", pool.submit) for name, source in sources.items()}
+            compiled = loads[self._source]()
         except (errors.CppCompileError, errors.InvalidCxxCompiler) as cause:
             warnings.warn(f"passes run slower than they could: {one_line(cause)[:200]}", stacklevel=3)
             return None

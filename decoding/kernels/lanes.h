@@ -2,7 +2,6 @@
 //
 // A source that defines SDTUNE_AVX2 gets AVX2 in either case, one that defines SDTUNE_AVX512 no tiles of AMX.
 
-#include <ATen/cpu/Utils.h>
 #include <immintrin.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
@@ -40,6 +39,12 @@ using Halves = __m256i;  // numbers of 16 bits
 using Mask = __mmask16;
 
 #if defined(SDTUNE_AMX_INT8) || defined(SDTUNE_AMX_BFLOAT16)
+}  // namespace
+namespace at::cpu {
+bool init_amx();  // torch's, whose header takes half of the time of compiling a kernel
+}
+namespace {
+
 // True if the system lets this process use the tiles of AMX, which have to be asked for.
 bool may_use_tiles() {
   static const bool is_allowed = at::cpu::init_amx();

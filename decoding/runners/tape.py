@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from decoding.kernels.calls import join_calls, result
+from decoding.memory import use_large_pages
 from decoding.runners.compilation import CompiledBlocks, without_guards
 from decoding.runners.graphs import OutputsT
 
@@ -51,6 +52,7 @@ class Tapes:
             self.problems[structure] = reason = recording.problem(_Recording(run, self._blocks))
             if reason is not None:
                 warnings.warn(f"a pass cannot be recorded and runs slower: {reason}", stacklevel=2)
+        use_large_pages(recording.memory)
         return outputs, without_guards(run) if self.problems[structure] else recording.player()
 
 
@@ -123,6 +125,10 @@ class _Recording(Generic[OutputsT]):
     def structure(self) -> Structure:
         """The operators that ran. Passes of other widths, at other contexts or of other layers may have the same."""
         return tuple(str(node.target) for node in self._tape.graph.nodes if node.op == "call_function")
+
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        return self._tape.memory
 
     def problem(self, other: _Recording[OutputsT]) -> str | None:
         """Return why the pass cannot be replayed, judged by another recording of it; None if it can."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+from typing import NoReturn
 
 import pytest
 import torch
@@ -103,10 +103,10 @@ def test_without_a_compiler_there_is_a_warning_and_no_kernel(monkeypatch: pytest
     from torch._inductor.codecache import CppCodeCache
     from torch._inductor.exc import InvalidCxxCompiler
 
-    def fails(source: str, device: str) -> ctypes.CDLL:
+    def fails(source: str, device: str, submit: object) -> NoReturn:
         raise InvalidCxxCompiler
 
-    monkeypatch.setattr(CppCodeCache, "load", fails)
+    monkeypatch.setattr(CppCodeCache, "load_async", fails)
     monkeypatch.setattr(kernels, "MULTIPLY", CompiledFunction("linear.cpp", "sdtune_multiply", []))
     with pytest.warns(UserWarning, match="slower than they could"):
         assert kernel_for("linear", CPU, torch.float32).kernel is None

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import platform
+import re
+import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import Fixed
 from decoding.drafts import LayerSkip
+from decoding.memory import LARGE_PAGE
 from decoding.runners.compilation import CompiledBlocks
 from decoding.runners.contract import Outputs
 from decoding.runners.tape import Tapes
@@ -73,6 +78,35 @@ def test_later_replays_do_not_change_earlier_results(tapes: Tapes) -> None:
     run.given.zero_()
     assert play().logits.tolist() == [1, 1, 1]
     assert first.logits.tolist() == [1, 4, 7]
+
+
+def _large_page_bytes(tensor: Tensor) -> int:
+    """Return how many bytes of the mapping that holds the middle of a tensor are in large pages."""
+    middle, is_there = tensor.data_ptr() + tensor.nbytes // 2, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if (found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)) is not None:
+            is_there = int(found[1], 16) <= middle < int(found[2], 16)
+        elif is_there and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("memory that is not mapped")
+
+
+HAS_LARGE_PAGES = (
+    sys.platform == "linux"
+    and Path("/sys/kernel/mm/transparent_hugepage").is_dir()
+    and tuple(map(int, platform.release().split(".")[:2])) >= (6, 1)
+)
+
+
+@pytest.mark.skipif(not HAS_LARGE_PAGES, reason="needs Linux 6.1 with large pages")
+@torch.inference_mode()
+def test_the_memory_of_recorded_passes_is_in_large_pages_and_holds_what_it_held(tapes: Tapes) -> None:
+    run = Pass(4 * LARGE_PAGE)  # 16 of them
+    place, expected = run.weight.data_ptr(), run().logits
+    _, play = tapes.record(run)
+    assert _large_page_bytes(run.weight) >= 14 * LARGE_PAGE, "all but the ends"
+    assert run.weight.data_ptr() == place
+    assert torch.equal(play().logits, expected)
 
 
 @torch.inference_mode()
