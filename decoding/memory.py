@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _CPU_SHORTAGE = "DefaultCPUAllocator"
 """Name of the allocator: its words differ by operating system."""
@@ -48,6 +48,11 @@ def without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Return True unless the tensor is of a class or a layout of its own, which need not have its values at an address."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+
+
 def use_large_pages(tensors: Iterable[Tensor]) -> None:
     """Ask the system to keep the memory of tensors on the host in pages of 2 MiB.
 
@@ -65,7 +70,8 @@ def use_large_pages(tensors: Iterable[Tensor]) -> None:
 
 def _stretches(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
     """Yield the stretches of whole large pages between tensors that are less than a large page apart."""
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    plain = [each.untyped_storage() for each in tensors if is_plain(each)]
+    storages = {each.data_ptr(): each.nbytes() for each in plain}
     places = sorted((start, start + size) for start, size in storages.items() if start)
     while places:
         start, end = places.pop(0)

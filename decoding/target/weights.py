@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from decoding.errors import UnsupportedModelError
+from decoding.memory import is_plain
 
 SAMPLE_BYTES = 32
 """Bytes of each tensor on the host that are compared, in its middle: read there, they cost a third of a microsecond."""
@@ -79,9 +80,7 @@ class ModelWeights:
 
     def note(self) -> None:
         self._places = self._read_places()
-        plain = [
-            tensor for tensor in self._tensors() if _is_plain(tensor) and tensor.is_contiguous() and tensor.numel()
-        ]
+        plain = [tensor for tensor in self._tensors() if is_plain(tensor) and tensor.is_contiguous() and tensor.numel()]
         self._pieces = [
             (tensor.data_ptr() + tensor.nbytes // 2, min(SAMPLE_BYTES, tensor.nbytes - tensor.nbytes // 2))
             for tensor in plain
@@ -104,7 +103,7 @@ class ModelWeights:
     def _read_places(self) -> list[tuple[int, int]]:
         """Return the address of each tensor and the changes that torch has counted; of a tensor without an address its identity."""
         return [
-            (tensor.data_ptr() if _is_plain(tensor) else id(tensor), 0 if tensor.is_inference() else tensor._version)
+            (tensor.data_ptr() if is_plain(tensor) else id(tensor), 0 if tensor.is_inference() else tensor._version)
             for tensor in self._tensors()
         ]
 
@@ -119,7 +118,7 @@ class ModelWeights:
             parts = [
                 tensor.as_strided((SAMPLE_SIZE,), (tensor.numel() // SAMPLE_SIZE,))
                 for tensor in matrices
-                if _is_plain(tensor) and tensor.is_contiguous() and tensor.numel() >= SAMPLE_SIZE
+                if is_plain(tensor) and tensor.is_contiguous() and tensor.numel() >= SAMPLE_SIZE
             ]
             sample: list[int] = torch.cat(parts).view(torch.uint8).tolist() if parts else []
         return sample
@@ -135,23 +134,13 @@ def align_to_cache_lines(model: nn.Module) -> None:
     moved: dict[object, Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            if (
-                tensor.device.type != "cpu"
-                or not _is_plain(tensor)
-                or tensor.is_inference()
-                or tensor.layout != torch.strided
-            ):
+            if tensor.device.type != "cpu" or not is_plain(tensor) or tensor.is_inference():
                 continue
             if tensor.data_ptr() % LINE_BYTES and tensor.is_contiguous():
                 place = (tensor.data_ptr(), tensor.dtype, tensor.shape)
                 if place not in moved:
                     moved[place] = tensor.detach().clone()
                 tensor.data = moved[place]
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Return True unless the tensor is of a class of its own, which need not have its values at an address."""
-    return type(tensor) in (Tensor, nn.Parameter)
 
 
 def _layout_of(tensor: Tensor) -> tuple[Any, ...]:

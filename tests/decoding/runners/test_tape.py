@@ -109,6 +109,37 @@ def test_the_memory_of_recorded_passes_is_in_large_pages_and_holds_what_it_held(
     assert torch.equal(play().logits, expected)
 
 
+class Wrapped(Tensor):
+    """A weight without memory of its own, as those of quantised checkpoints are."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapped:
+        wrapped: Wrapped = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        wrapped.inner = inner
+        return wrapped
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return function(*(each.inner if isinstance(each, Wrapped) else each for each in args), **(kwargs or {}))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("changed", [Wrapped, Tensor.to_sparse])
+def test_weights_without_memory_of_their_own_are_recorded(tapes: Tapes, changed: Callable[[Tensor], Tensor]) -> None:
+    run = Pass()
+    run.weight = changed(run.weight)
+    run.given = run.given.new_tensor([0.0, 1.0, 2.0])
+
+    def product() -> Outputs:
+        logits = (run.weight * run.given).to_dense()
+        return Outputs(logits, None, None, None, None)
+
+    outputs, play = tapes.record(product)
+    assert outputs.logits.tolist() == play().logits.tolist() == [0, 3, 6]
+
+
 @torch.inference_mode()
 def test_no_result_is_kept_alive(tapes: Tapes) -> None:
     outputs, play = tapes.record(Pass())
