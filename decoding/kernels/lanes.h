@@ -9,6 +9,11 @@
 #include <cstdint>
 #include <cstring>
 
+// Declared here, as torch's header for it takes half of the time of compiling a kernel.
+namespace at::cpu {
+bool init_amx();
+}
+
 // Before a loop over an array of sums. gcc unrolls it by itself only after it has decided what stays in registers: it then stores
 // every sum at every step, which takes longer than the products.
 #define SDTUNE_UNROLLED _Pragma("GCC unroll 8")
@@ -39,12 +44,6 @@ using Halves = __m256i;  // numbers of 16 bits
 using Mask = __mmask16;
 
 #if defined(SDTUNE_AMX_INT8) || defined(SDTUNE_AMX_BFLOAT16)
-}  // namespace
-namespace at::cpu {
-bool init_amx();  // torch's, whose header takes half of the time of compiling a kernel
-}
-namespace {
-
 // True if the system lets this process use the tiles of AMX, which have to be asked for.
 bool may_use_tiles() {
   static const bool is_allowed = at::cpu::init_amx();
