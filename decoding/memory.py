@@ -17,7 +17,7 @@ _CPU_SHORTAGE = "DefaultCPUAllocator"
 LARGE_PAGE = 2**21
 """Bytes of a large page."""
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
-"""Names of Linux's advice, in `sys/mman.h`: large pages from now on, and (Linux 6.1) for what is there."""
+"""Linux's numbers of what it is advised, from `sys/mman.h`: large pages from now on, and (Linux 6.1) for what is there already."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -56,8 +56,8 @@ def is_plain(tensor: Tensor) -> bool:
 def use_large_pages(tensors: Iterable[Tensor]) -> None:
     """Ask the system to keep the memory of tensors on the host in pages of 2 MiB.
 
-    A pass reads all weights, which lie in more pages of 4 KiB than a processor remembers the places of, and in a virtual machine
-    looking one up takes up to 24 reads. Addresses stay as they are. Only Linux is asked, and may decline.
+    A pass reads all weights: many more pages of 4 KiB than a processor's TLB holds, and a miss takes up to 24 reads of memory in a
+    virtual machine. Addresses stay as they are. Only Linux is asked, and it may decline.
     """
     if sys.platform != "linux":
         return
