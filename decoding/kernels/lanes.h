@@ -16,7 +16,7 @@ bool init_amx();
 
 // Before a loop over an array of sums. gcc unrolls it by itself only after it has decided what stays in registers: it then stores
 // every sum at every step, which takes longer than the products.
-#define SDTUNE_UNROLLED _Pragma("GCC unroll 8")
+#define SDTUNE_UNROLLED _Pragma("GCC unroll 16")
 
 namespace {
 

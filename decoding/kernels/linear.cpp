@@ -1,8 +1,8 @@
 // Linear layers on few positions: outputs[m, n] = sum over k of values[m, k] * weight[n, k].
 //
-// Bound by reading the weight, which stays in torch's layout and is read once. Four rows are summed at a time, each
-// from another quarter of the weight: four sequential streams of memory. Neighbouring rows at a time would be two to
-// four streams within one page, which the processor prefetches badly. bfloat16 goes through the tiles of AMX where there are any.
+// Bound by reading the weight, which stays in torch's layout and is read once. Four rows are summed at a time, with AVX-512 also
+// three, each from another part of the weight: as many sequential streams of memory. Neighbouring rows at a time would be several
+// streams within one page, which the processor prefetches badly. bfloat16 goes through the tiles of AMX where there are any.
 // A sum does not depend on the other positions of the pass: the same bits for any number of them.
 //
 // Outputs that integer weights have found may have the largest of each position replaced by such sums.
@@ -19,8 +19,10 @@
 
 namespace {
 
-constexpr int64_t kRows = 4;
-constexpr int64_t kMaxPositions = kLanes == 16 ? 6 : 5;  // at once: as many sums as fit in registers
+// Positions whose sums with `rows` rows fit in registers, and the number of turns in which all positions are summed.
+constexpr int64_t most_at_once(int64_t rows) { return kLanes == 8 ? 5 : rows == 3 ? 9 : 6; }
+constexpr int64_t turns(int64_t positions, int64_t rows) { return (positions + most_at_once(rows) - 1) / most_at_once(rows); }
+
 constexpr int64_t kBytesPerThread = 1 << 16;
 constexpr int64_t kBytesAhead = kReadsNear ? 256 : 1024;  // to prefetch, of the same rows
 constexpr int64_t kShortlist = 16;                        // outputs of a position that are computed again
@@ -141,6 +143,19 @@ struct Product {
           SDTUNE_UNROLLED
           for (int m = 0; m < M; ++m) sums[r][m] = Kind::add(sums[r][m], of_row, of_position[m]);
         }
+      } else if constexpr (kLanes == 16) {
+        Lanes of_row[R];
+        SDTUNE_UNROLLED
+        for (int r = 0; r < R; ++r) {
+          _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T1);
+          of_row[r] = held(Kind::weights(w + r * apart + k, count));
+        }
+        SDTUNE_UNROLLED
+        for (int m = 0; m < M; ++m) {
+          const auto of_position = Kind::values(x + m * stride + k, count);
+          SDTUNE_UNROLLED
+          for (int r = 0; r < R; ++r) sums[r][m] = Kind::add(sums[r][m], of_row[r], of_position);
+        }
       } else {
         constexpr int kVectors = Kind::kStep / kLanes;
         Vectors<kVectors> of_row[R];
@@ -173,46 +188,48 @@ struct Product {
         outputs[(piece.first + m) * rows + row + r * step] = Kind::Format::rounded(sum_of(sums[r][m]));
   }
 
-  // True if registers hold the sums of four rows and the values of all positions. Else they hold the sums and the weights of two rows.
+  // True if registers hold the sums of four rows and the values of all positions. Else they hold the sums and the weights of three
+  // rows, with AVX2 of two.
   template <int M>
   static constexpr bool values_stay() {
-    return kLanes == 16 || M <= Kind::kFew;
+    return M <= (kLanes == 16 ? 6 : Kind::kFew);
   }
 
   template <int R, int M>
   void sum_rows(int64_t row, int64_t step, Piece piece) const {
-    constexpr int kAtOnce = values_stay<M>() ? R : std::min(R, 2);
+    constexpr int kAtOnce = values_stay<M>() ? R : std::min(R, kLanes == 16 ? 3 : 2);
     for (int r = 0; r < R; r += kAtOnce) sum<kAtOnce, M>(row + r * step, step, piece);
   }
 
-  template <int R>
-  void sum(int64_t row, int64_t step, Piece piece) const {
-    switch (piece.count) {
-      case 1: return sum_rows<R, 1>(row, step, piece);
-      case 2: return sum_rows<R, 2>(row, step, piece);
-      case 3: return sum_rows<R, 3>(row, step, piece);
-      case 4: return sum_rows<R, 4>(row, step, piece);
-      case 5: return sum_rows<R, 5>(row, step, piece);
-      default: return sum_rows<R, 6>(row, step, piece);
-    }
+  template <int R, int M = 1>
+  void sum_piece(int64_t row, int64_t step, Piece piece) const {
+    if constexpr (M < most_at_once(R))
+      if (piece.count > M) return sum_piece<R, M + 1>(row, step, piece);
+    sum_rows<R, M>(row, step, piece);
   }
 
   // All positions for these rows, which stay in the first cache meanwhile.
   template <int R>
   void all_positions(int64_t row, int64_t step) const {
-    const int64_t parts = (positions + kMaxPositions - 1) / kMaxPositions;
+    const int64_t parts = turns(positions, R);
     for (int64_t i = 0; i < parts; ++i) {
       const int64_t first = positions * i / parts;
-      sum<R>(row, step, {first, positions * (i + 1) / parts - first, i, parts});
+      sum_piece<R>(row, step, {first, positions * (i + 1) / parts - first, i, parts});
     }
   }
 
   void compute() const {
+    turns(positions, 3) < turns(positions, 4) ? compute<3>() : compute<4>();
+  }
+
+  // `R` rows at a time.
+  template <int R>
+  void compute() const {
     const int64_t grain = std::max<int64_t>(1, kBytesPerThread / (inputs * sizeof(Value)));
     at::parallel_for(0, rows, grain, [this](int64_t first, int64_t end) {
-      const int64_t step = (end - first) / kRows;
-      for (int64_t row = first; row < first + step; ++row) all_positions<kRows>(row, step);
-      for (int64_t row = first + step * kRows; row < end; ++row) all_positions<1>(row, 0);
+      const int64_t step = (end - first) / R;
+      for (int64_t row = first; row < first + step; ++row) all_positions<R>(row, step);
+      for (int64_t row = first + step * R; row < end; ++row) all_positions<1>(row, 0);
     });
   }
 };
