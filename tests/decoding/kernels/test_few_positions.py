@@ -48,11 +48,14 @@ def test_products_equal_linears(dtype: torch.dtype, inputs: int, outputs: int, b
 
 @pytest.mark.usefixtures("instructions")
 @torch.inference_mode()
+@pytest.mark.parametrize(("inputs", "outputs"), [(200, 33), (64, 130)], ids=["odd", "quarters whole pages apart"])
 @pytest.mark.parametrize("dtype", SUPPORTED)
-def test_a_position_gets_the_same_bits_whatever_else_is_in_the_pass(dtype: torch.dtype) -> None:
+def test_a_position_gets_the_same_bits_whatever_else_is_in_the_pass(
+    dtype: torch.dtype, inputs: int, outputs: int
+) -> None:
     torch.manual_seed(0)
-    layer = FewPositionsLinear.of(nn.Linear(200, 33, dtype=dtype))
-    values = torch.randn(1, 17, 200).to(dtype)
+    layer = FewPositionsLinear.of(nn.Linear(inputs, outputs, dtype=dtype))
+    values = torch.randn(1, 17, inputs).to(dtype)
     whole = layer(values)
     for width in range(1, 17):
         assert torch.equal(layer(values[:, :width]), whole[:, :width])
