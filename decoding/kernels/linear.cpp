@@ -232,10 +232,12 @@ struct Product {
       int64_t step = (end - first) / R;
       // Streams a whole number of pages apart share sets of the first cache, which slows four to six positions down on Zen 4.
       if (kReadsNear && R == 4 && positions > 3 && step > 1 && step * inputs * sizeof(Value) % kPageBytes == 0) --step;
-      for (int64_t row = first; row < first + step; ++row) all_positions<R>(row, step);
-      int64_t row = first + step * R;
-      for (; row + R <= end; row += R) all_positions<R>(row, 1);
-      for (; row < end; ++row) all_positions<1>(row, 0);
+      const int64_t whole = (end - first) / R, rest = first + step * R;
+      for (int64_t i = 0; i < whole; ++i) {  // the last sets are of neighbours if there is a row less in each stream
+        const bool is_last = i >= step;
+        all_positions<R>(is_last ? rest + (i - step) * R : first + i, is_last ? 1 : step);
+      }
+      for (int64_t row = first + whole * R; row < end; ++row) all_positions<1>(row, 0);
     });
   }
 };
