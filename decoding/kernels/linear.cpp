@@ -221,7 +221,9 @@ struct Product {
   }
 
   void compute() const {
-    turns(positions, 3) < turns(positions, 4) ? compute<3>() : compute<4>();
+    if constexpr (most_at_once(3) > most_at_once(4))
+      if (turns(positions, 3) < turns(positions, 4)) return compute<3>();
+    compute<4>();
   }
 
   // `R` rows at a time.
@@ -230,7 +232,7 @@ struct Product {
     const int64_t grain = std::max<int64_t>(1, kBytesPerThread / (inputs * sizeof(Value)));
     at::parallel_for(0, rows, grain, [this](int64_t first, int64_t end) {
       int64_t step = (end - first) / R;
-      // Streams a whole number of pages apart share sets of the first cache, which slows four to six positions down on Zen 4.
+      // On Zen 4, streams a whole number of pages apart slow four to six positions down, probably by sharing sets of a cache.
       if (kReadsNear && R == 4 && positions > 3 && step > 1 && step * inputs * sizeof(Value) % kPageBytes == 0) --step;
       const int64_t whole = (end - first) / R, rest = first + step * R;
       for (int64_t i = 0; i < whole; ++i) {  // the last sets are of neighbours if there is a row less in each stream
