@@ -26,6 +26,7 @@ constexpr int64_t turns(int64_t positions, int64_t rows) { return (positions + m
 
 constexpr int64_t kBytesPerThread = 1 << 16;
 constexpr int64_t kPageBytes = 4096;
+constexpr int64_t kBytesApart = 320;  // of positions that would begin at the same place of a page
 constexpr int64_t kBytesAhead = kReadsNear ? 256 : 1024;  // to prefetch, of the same rows
 constexpr int64_t kShortlist = 16;                        // outputs of a position that are computed again
 constexpr int64_t kRowsAtOnce = 64;                       // that are copied to one place
@@ -78,26 +79,37 @@ struct Pairs {
 template <typename Format>
 using KindOf = std::conditional_t<std::is_same_v<Format, BFloat16>, Pairs, Single<Format>>;
 
-// The values [positions, stride] as they are read. Unpacked, so that each is converted once and not in every row.
+// The values [positions, stride] as they are read. Unpacked, so that each is converted once and not in every row; and copied if
+// several positions would begin at the same place of a page, or of half of one: these share sets of the first cache, which cannot
+// hold all of them.
 template <typename Kind>
 struct Operands {
+  static constexpr bool kUnpacks = !std::is_same_v<typename Kind::Stored, typename Kind::Value>;
   int64_t stride;
-  std::vector<typename Kind::Stored> unpacked;
+  std::vector<typename Kind::Stored> copied;
   const typename Kind::Stored* data;
 
-  Operands(const typename Kind::Value* values, int64_t positions, int64_t inputs) : stride(inputs) {
-    if constexpr (std::is_same_v<typename Kind::Stored, typename Kind::Value>) {
+  Operands(const typename Kind::Value* values, int64_t positions, int64_t inputs)
+      : stride(kUnpacks ? (inputs + Kind::kStep - 1) / Kind::kStep * Kind::kStep : inputs) {
+    constexpr int64_t kSize = sizeof(typename Kind::Stored);
+    const bool share_sets = kReadsNear && positions > 2 && stride * kSize % (kPageBytes / 2) == 0;
+    if (share_sets) stride += kBytesApart / kSize;
+    if constexpr (!kUnpacks) {
       data = values;
-    } else {
-      stride = (inputs + Kind::kStep - 1) / Kind::kStep * Kind::kStep;
-      unpacked.resize(positions * stride);
-      for (int64_t m = 0; m < positions; ++m)
+      if (!share_sets) return;
+    }
+    copied.resize(positions * stride);
+    for (int64_t m = 0; m < positions; ++m) {
+      if constexpr (kUnpacks) {
         for (int64_t k = 0; k < inputs; k += Kind::kStep) {
-          float* to = &unpacked[m * stride + k];
+          float* to = &copied[m * stride + k];
           for (const Lanes& part : Kind::unpacked(values + m * inputs + k, inputs - k).each) store(to, part), to += kLanes;
         }
-      data = unpacked.data();
+      } else {
+        std::copy_n(values + m * inputs, inputs, &copied[m * stride]);
+      }
     }
+    data = copied.data();
   }
 };
 
@@ -127,6 +139,7 @@ struct Product {
     const bool of_next_rows = parts > 1 || (kReadsNear && M > 2);
     const Value* next = of_next_rows ? w + inputs + inputs * piece.index / parts : w + kBytesAhead / sizeof(Value);
     const int64_t next_step = Kind::kStep / parts;
+    const int64_t last = is_padded<R, M>() ? piece.count - 1 : M - 1;  // which is summed twice if there is one less than `M`
     Lanes sums[R][M];
     SDTUNE_UNROLLED
     for (auto& of_row : sums)
@@ -136,7 +149,7 @@ struct Product {
       if constexpr (values_stay<M>()) {
         decltype(Kind::values(x, count)) of_position[M];
         SDTUNE_UNROLLED
-        for (int m = 0; m < M; ++m) of_position[m] = Kind::values(x + m * stride + k, count);
+        for (int m = 0; m < M; ++m) of_position[m] = Kind::values(x + (m < M - 1 ? m : last) * stride + k, count);
         SDTUNE_UNROLLED
         for (int r = 0; r < R; ++r) {
           if (of_next_rows) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T1);
@@ -187,7 +200,14 @@ struct Product {
     for (int m = 0; m < M; ++m)
       SDTUNE_UNROLLED
       for (int r = 0; r < R; ++r)
-        outputs[(piece.first + m) * rows + row + r * step] = Kind::Format::rounded(sum_of(sums[r][m]));
+        outputs[(piece.first + (m < M - 1 ? m : last)) * rows + row + r * step] = Kind::Format::rounded(sum_of(sums[r][m]));
+  }
+
+  // True if these sums are of one position less too. On Zen 4, three and five positions in float32 take longer than four and six:
+  // why is not understood.
+  template <int R, int M>
+  static constexpr bool is_padded() {
+    return kReadsNear && R == 4 && (M == 4 || M == 6) && std::is_same_v<Value, float>;
   }
 
   // True if registers hold the sums of four rows and the values of all positions. Else they hold the sums and the weights of three
@@ -206,7 +226,7 @@ struct Product {
   template <int R, int M = 1>
   void sum_piece(int64_t row, int64_t step, Piece piece) const {
     if constexpr (M < most_at_once(R))
-      if (piece.count > M) return sum_piece<R, M + 1>(row, step, piece);
+      if (is_padded<R, M + 1>() || piece.count > M) return sum_piece<R, M + 1>(row, step, piece);
     sum_rows<R, M>(row, step, piece);
   }
 

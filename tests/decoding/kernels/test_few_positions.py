@@ -48,7 +48,11 @@ def test_products_equal_linears(dtype: torch.dtype, inputs: int, outputs: int, b
 
 @pytest.mark.usefixtures("instructions")
 @torch.inference_mode()
-@pytest.mark.parametrize(("inputs", "outputs"), [(200, 33), (64, 130)], ids=["odd", "quarters whole pages apart"])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [(200, 33), (64, 130), (1024, 9)],
+    ids=["odd", "quarters whole pages apart", "positions half a page apart, or a whole one"],
+)
 @pytest.mark.parametrize("dtype", SUPPORTED)
 def test_a_position_gets_the_same_bits_whatever_else_is_in_the_pass(
     dtype: torch.dtype, inputs: int, outputs: int
