@@ -26,6 +26,7 @@ constexpr int64_t turns(int64_t positions, int64_t rows) { return (positions + m
 
 constexpr int64_t kBytesPerThread = 1 << 16;
 constexpr int64_t kPageBytes = 4096;
+constexpr int64_t kCachedBytes = 26 << 10;  // of values that stay in a first cache of 32 KiB beside the weights
 constexpr int64_t kBytesApart = 320;  // of positions that would begin at the same place of a page
 constexpr int64_t kBytesAhead = kReadsNear ? 256 : 1024;  // to prefetch, of the same rows
 constexpr int64_t kShortlist = 16;                        // outputs of a position that are computed again
@@ -126,8 +127,9 @@ struct Product {
   Value* outputs;
   int64_t positions, rows, inputs;
 
-  // Sums of `R` rows that are `step` rows apart, for `M` positions. All that the loop reads is local, so that it stays in registers.
-  template <int R, int M>
+  // Sums of `R` rows that are `step` rows apart, for `M` positions; of fewer, at least `kLeast`, the last one is summed again. All
+  // that the loop reads is local, so that it stays in registers.
+  template <int R, int M, int kLeast>
   void sum(int64_t row, int64_t step, Piece piece) const {
     const int64_t inputs = this->inputs, stride = values.stride, apart = step * inputs, parts = piece.parts;
     const Value* w = weight + row * inputs;
@@ -139,7 +141,7 @@ struct Product {
     const bool of_next_rows = parts > 1 || (kReadsNear && M > 2);
     const Value* next = of_next_rows ? w + inputs + inputs * piece.index / parts : w + kBytesAhead / sizeof(Value);
     const int64_t next_step = Kind::kStep / parts;
-    const int64_t last = is_padded<R, M>() ? piece.count - 1 : M - 1;  // which is summed twice if there is one less than `M`
+    const auto position = [last = piece.count - 1](int64_t m) { return m < kLeast ? m : std::min(m, last); };
     Lanes sums[R][M];
     SDTUNE_UNROLLED
     for (auto& of_row : sums)
@@ -149,7 +151,7 @@ struct Product {
       if constexpr (values_stay<M>()) {
         decltype(Kind::values(x, count)) of_position[M];
         SDTUNE_UNROLLED
-        for (int m = 0; m < M; ++m) of_position[m] = Kind::values(x + (m < M - 1 ? m : last) * stride + k, count);
+        for (int m = 0; m < M; ++m) of_position[m] = Kind::values(x + position(m) * stride + k, count);
         SDTUNE_UNROLLED
         for (int r = 0; r < R; ++r) {
           if (of_next_rows) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T1);
@@ -167,7 +169,7 @@ struct Product {
         }
         SDTUNE_UNROLLED
         for (int m = 0; m < M; ++m) {
-          const auto of_position = Kind::values(x + m * stride + k, count);
+          const auto of_position = Kind::values(x + position(m) * stride + k, count);
           SDTUNE_UNROLLED
           for (int r = 0; r < R; ++r) sums[r][m] = Kind::add(sums[r][m], of_row[r], of_position);
         }
@@ -200,14 +202,7 @@ struct Product {
     for (int m = 0; m < M; ++m)
       SDTUNE_UNROLLED
       for (int r = 0; r < R; ++r)
-        outputs[(piece.first + (m < M - 1 ? m : last)) * rows + row + r * step] = Kind::Format::rounded(sum_of(sums[r][m]));
-  }
-
-  // True if these sums are of one position less too. On Zen 4, three and five positions in float32 take longer than four and six:
-  // why is not understood.
-  template <int R, int M>
-  static constexpr bool is_padded() {
-    return kReadsNear && R == 4 && (M == 4 || M == 6) && std::is_same_v<Value, float>;
+        outputs[(piece.first + position(m)) * rows + row + r * step] = Kind::Format::rounded(sum_of(sums[r][m]));
   }
 
   // True if registers hold the sums of four rows and the values of all positions. Else they hold the sums and the weights of three
@@ -217,16 +212,23 @@ struct Product {
     return M <= (kLanes == 16 ? 6 : Kind::kFew);
   }
 
-  template <int R, int M>
+  template <int R, int M, int kLeast = M>
   void sum_rows(int64_t row, int64_t step, Piece piece) const {
     constexpr int kAtOnce = values_stay<M>() ? R : std::min(R, kLanes == 16 ? 3 : 2);
-    for (int r = 0; r < R; r += kAtOnce) sum<kAtOnce, M>(row + r * step, step, piece);
+    for (int r = 0; r < R; r += kAtOnce) sum<kAtOnce, M, kLeast>(row + r * step, step, piece);
   }
 
   template <int R, int M = 1>
   void sum_piece(int64_t row, int64_t step, Piece piece) const {
+    // Zen 4 takes longer for some numbers of positions than for more, some only if their values leave the first cache: why is not
+    // understood.
+    if constexpr (kReadsNear && R == 4 && std::is_same_v<Value, float> && (M == 3 || M == 5))
+      if (piece.count <= M + 1) return sum_rows<R, M + 1, M>(row, step, piece);
+    if constexpr (kReadsNear && (R == 3 ? M == 7 : R == 4 && std::is_same_v<Kind, Pairs> && M == 4))
+      if (piece.count < most_at_once(R) && piece.parts == 1 && positions * values.stride * sizeof(*values.data) > kCachedBytes)
+        return sum_rows<R, most_at_once(R), M>(row, step, piece);
     if constexpr (M < most_at_once(R))
-      if (is_padded<R, M + 1>() || piece.count > M) return sum_piece<R, M + 1>(row, step, piece);
+      if (piece.count > M) return sum_piece<R, M + 1>(row, step, piece);
     sum_rows<R, M>(row, step, piece);
   }
 
