@@ -141,7 +141,7 @@ struct Product {
     const bool of_next_rows = parts > 1 || (kReadsNear && M > 2);
     const Value* next = of_next_rows ? w + inputs + inputs * piece.index / parts : w + kBytesAhead / sizeof(Value);
     const int64_t next_step = Kind::kStep / parts;
-    const auto position = [last = piece.count - 1](int64_t m) { return m < kLeast ? m : std::min(m, last); };
+    const int64_t last = kLeast < M ? piece.count - 1 : M - 1;
     Lanes sums[R][M];
     SDTUNE_UNROLLED
     for (auto& of_row : sums)
@@ -151,7 +151,10 @@ struct Product {
       if constexpr (values_stay<M>()) {
         decltype(Kind::values(x, count)) of_position[M];
         SDTUNE_UNROLLED
-        for (int m = 0; m < M; ++m) of_position[m] = Kind::values(x + position(m) * stride + k, count);
+        for (int m = 0; m < M; ++m) {
+          const int64_t at = m < kLeast ? m : std::min<int64_t>(m, last);
+          of_position[m] = Kind::values(x + at * stride + k, count);
+        }
         SDTUNE_UNROLLED
         for (int r = 0; r < R; ++r) {
           if (of_next_rows) _mm_prefetch((const char*)(next + r * apart), _MM_HINT_T1);
@@ -169,7 +172,8 @@ struct Product {
         }
         SDTUNE_UNROLLED
         for (int m = 0; m < M; ++m) {
-          const auto of_position = Kind::values(x + position(m) * stride + k, count);
+          const int64_t at = m < kLeast ? m : std::min<int64_t>(m, last);
+          const auto of_position = Kind::values(x + at * stride + k, count);
           SDTUNE_UNROLLED
           for (int r = 0; r < R; ++r) sums[r][m] = Kind::add(sums[r][m], of_row[r], of_position);
         }
@@ -199,10 +203,11 @@ struct Product {
     for (int64_t k = 0; k < whole; k += Kind::kStep) accumulate(k, std::integral_constant<int64_t, Kind::kStep>());
     if (rest) accumulate(whole, rest);
     SDTUNE_UNROLLED
-    for (int m = 0; m < M; ++m)
+    for (int m = 0; m < M; ++m) {
+      const int64_t at = piece.first + (m < kLeast ? m : std::min<int64_t>(m, last));
       SDTUNE_UNROLLED
-      for (int r = 0; r < R; ++r)
-        outputs[(piece.first + position(m)) * rows + row + r * step] = Kind::Format::rounded(sum_of(sums[r][m]));
+      for (int r = 0; r < R; ++r) outputs[at * rows + row + r * step] = Kind::Format::rounded(sum_of(sums[r][m]));
+    }
   }
 
   // True if registers hold the sums of four rows and the values of all positions. Else they hold the sums and the weights of three
