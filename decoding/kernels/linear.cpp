@@ -229,7 +229,7 @@ struct Product {
     // understood.
     if constexpr (kReadsNear && R == 4 && std::is_same_v<Value, float> && (M == 3 || M == 5))
       if (piece.count <= M + 1) return sum_rows<R, M + 1, M>(row, step, piece);
-    if constexpr (kReadsNear && (R == 3 ? M == 7 : R == 4 && std::is_same_v<Kind, Pairs> && M == 4))
+    if constexpr (kReadsNear && (R == 3 ? M == 7 : R == 4 && std::is_same_v<Kind, Pairs> && M == 3))
       if (piece.count < most_at_once(R) && piece.parts == 1 && positions * values.stride * sizeof(*values.data) > kCachedBytes)
         return sum_rows<R, most_at_once(R), M>(row, step, piece);
     if constexpr (M < most_at_once(R))
