@@ -225,7 +225,7 @@ struct Product {
 
   template <int R, int M = 1>
   void sum_piece(int64_t row, int64_t step, Piece piece) const {
-    // Zen 4 takes longer for some numbers of positions than for more, some only if their values leave the first cache: why is not
+    // Zen 4 sums some numbers of positions faster if they are padded, some only if their values leave the first cache: why is not
     // understood.
     if constexpr (kReadsNear && R == 4 && std::is_same_v<Value, float> && (M == 3 || M == 5))
       if (piece.count <= M + 1) return sum_rows<R, M + 1, M>(row, step, piece);
