@@ -1,7 +1,7 @@
 """Each kind of draft alone and combined: predicted and measured speed-ups, memory, and what each kind adds to the others.
 
 Every kind has the setting with the best prediction on the tuning prompts, the quantised model also from fewer token ids; then a
-lookup comes before each, whose copies it may check, and tree branches beside the best. All settings and plain decoding continue the
+lookup comes before each, whose copies it may check. All settings and plain decoding continue the
 held-out prompts in turns, and each output is compared with plain decoding.
 With --set category_column=COLUMN every category is a task, and speed-ups are geometric means over the tasks.
 
@@ -29,7 +29,7 @@ from decoding.kernels.choice import kernel_for
 from decoding.profile import Interval
 from studies.contract import Candidate
 from studies.measurement import Measurement
-from studies.prediction.pools import NGRAMS, SUFFIXES, best_with_tree, lookups_before
+from studies.prediction.pools import NGRAMS, SUFFIXES, lookups_before
 from studies.prediction.predictor import COPYING, Predictor
 from studies.prediction.proposals import Proposals
 from studies.prediction.survey import Survey
@@ -41,7 +41,7 @@ from tuner.search.task import Task, open_bench, prepare
 
 SHORTLIST, NUM_QUANTISED = 3, 2
 """Drafts of a family that are predicted on all tuning prompts, and those of them that are tried in each precision."""
-LOOKUP, BRANCHES, CHECKS, FEWER = "lookup", "branches", "checks", "ids"
+LOOKUP, CHECKS, FEWER = "lookup", "checks", "ids"
 
 
 @dataclass(frozen=True)
@@ -161,12 +161,6 @@ def _chosen(args: Namespace, task: Task, tuning: Baseline, held_out: Baseline) -
             if checked := [each for each in found if _checks(each)][:1]:
                 checking.append(best(f"lookup, {row.name} checks", {*row.uses, LOOKUP, CHECKS}, checked))
     yield from (*alone, *after_lookup, *checking)
-    for rows in (alone, after_lookup) if whole.takes_trees and target.checks.takes_trees else ():
-        takers = [row for row in rows if "tree" in row.candidate.draft.takes and wanted({*row.uses, BRANCHES})]
-        if takers:
-            top = max(takers, key=lambda row: row.predicted)
-            tree = best_with_tree(whole, top.candidate.draft).draft
-            yield best(f"{top.name}, branches", {*top.uses, BRANCHES}, [tree])
 
 
 def _checks(draft: Draft) -> bool:

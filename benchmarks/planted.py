@@ -108,12 +108,11 @@ def _bench(target: Target, table: CostTable, baseline: Baseline, seed: int) -> B
         return table.round_costs(part, MAX_TOKENS, context=PROMPT_LENGTH + NUM_TOKENS / 2, prefix_reuse=False)
 
     def price(draft: Draft, record: Round) -> float:
-        """Return the plain passes that a round costs; the whole target verifies copied tokens and side leaves."""
+        """Return the plain passes that a round costs; the whole target verifies copied tokens."""
         if not draft.drafts:
             return 1.0
         costs = costs_of(draft)
-        verifying = costs_of(LayerSkip()) if record.looked_up or record.num_leaves else costs
-        verification = verifying.verify_cost(record.num_drafted + record.num_leaves)
+        verification = (costs_of(LayerSkip()) if record.looked_up else costs).verify_cost(record.num_drafted)
         return verification if record.looked_up else verification + record.num_drafted * costs.draft_step
 
     return Bench(target, baseline, decoding=DECODING, seed=seed, clock=PriceList(price))

@@ -55,7 +55,6 @@ def main() -> None:
     parser.add_argument(
         "--bits", type=int, nargs="*", choices=(4, 8), default=[], help="precisions of quantised drafts"
     )
-    parser.add_argument("--branches", action="store_true", help="draw drafts with tree branches, too")
     args = parser.parse_args()
     progress = Printed()
     task = prepare(read_config(args), progress)
@@ -77,7 +76,6 @@ def main() -> None:
         max_tokens=args.max_tokens,
         heads=heads,
         bits=tuple(args.bits),
-        with_leaves=args.branches,
     )
     costed = time.perf_counter()
     survey = Survey(task.target, prompts, outputs, decoding=task.decoding, seed=seed, heads=task.head_folder)

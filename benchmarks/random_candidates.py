@@ -15,11 +15,11 @@ from decoding.draft_length import RULES
 from decoding.drafts import BitWidth, Draft, EarlyExit
 from decoding.target import Target
 from studies.contract import Candidate
-from studies.space import CHAIN, NOTHING_BEFORE, OWN_WEIGHTS, SKIP_SET, SkipSpace, Space
+from studies.space import NOTHING_BEFORE, OWN_WEIGHTS, SKIP_SET, SkipSpace, Space
 
 MOST_SKIPPED = 0.65
 """Largest share of the sublayers that a skip set skips."""
-LESS_OFTEN = {"lookup": (NOTHING_BEFORE, 0.5), "bits": (OWN_WEIGHTS, 0.5), "tree": (CHAIN, 0.75)}
+LESS_OFTEN = {"lookup": (NOTHING_BEFORE, 0.5), "bits": (OWN_WEIGHTS, 0.5)}
 """Parts that many drafts go without, and the least share of those that do."""
 TRIES = 50
 """Draws for each configuration that is asked for, before giving up: a small model has few."""
@@ -29,8 +29,6 @@ def kind_of(draft: Draft) -> str:
     """Return the group of a draft. Raises ValueError for plain decoding."""
     if not draft.drafts:
         raise ValueError("plain decoding is not a draft")
-    if draft.parts.tree is not None:
-        return "leaves"
     if draft.parts.bits:
         return "quantised"
     if not draft.runs_model:
@@ -47,7 +45,6 @@ def random_candidates(
     max_tokens: int = 8,
     heads: Mapping[int, EarlyExit] | None = None,
     bits: Sequence[BitWidth] = (),
-    with_leaves: bool = False,
 ) -> list[Candidate]:
     """Return `count` different configurations of the model, or as many as are found; `heads` are exits with a head, by layer."""
     skips, stream = SkipSpace.of(target), np.random.default_rng(seed)
@@ -59,7 +56,6 @@ def random_candidates(
         exits=[*(EarlyExit(exit_layer=layer) for layer in range(1, target.num_layers)), *(heads or {}).values()],
         copies=True,
         bits=bits,
-        trees=with_leaves,
     )
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed))
     kinds, found = space.kinds[1:], dict[str, Candidate]()  # the first is plain decoding

@@ -64,7 +64,7 @@ def compare_with_generate(num_cases: int, seed: int) -> tuple[CheckOutcome, int]
         model = random_llama(model_seed)
         target = Target(model)
         count = min(CASES_PER_MODEL, num_cases - outcome.num_cases)
-        for candidate in random_candidates(target, count, model_seed, bits=(8, 4), with_leaves=True):
+        for candidate in random_candidates(target, count, model_seed, bits=(8, 4)):
             prompt = random_prompt(stream)
             rule = with_measured_costs(target, candidate.draft, candidate.draft_length, Decoding())
             found = Decoder(target, candidate.draft, rule).generate(Request(prompt, Ending(NUM_NEW))).tokens

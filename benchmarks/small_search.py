@@ -127,7 +127,7 @@ class SearchPlace:
     def studies(self) -> Mapping[str, dict[str, Any]]:
         if self.short_trials is None:
             return STUDIES
-        space = {"kinds": ["skip_set"], "whole_blocks": True, "bits": [], "trees": False}
+        space = {"kinds": ["skip_set"], "whole_blocks": True, "bits": []}
         space |= {"rules": ["fixed"], "max_tokens": 1, "candidates": skip_sets()[: self.short_trials]}
         return {SHORT_TRIALS: {**space, "max_trials": self.short_trials}}
 

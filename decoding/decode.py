@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from decoding.acceptance import Leaves, accept_greedy, accept_leaf_greedy
+from decoding.acceptance import accept_greedy
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
 from decoding.drafters.contract import Drafter, Proposal, read_prompt
@@ -72,8 +72,7 @@ def speculative(
     """
     if drafter.has_head:
         request = replace(request, known=None)
-    most = controller.max_tokens + drafter.max_leaves
-    sequence, cache = _begin(target, request, new_cache, max_drafted=most)
+    sequence, cache = _begin(target, request, new_cache, max_drafted=controller.max_tokens)
     prefill, ended = _prefill(lambda: drafter.prefill(sequence, cache), request, sequence, cache)
     yield prefill
     while not ended:
@@ -84,12 +83,11 @@ def speculative(
             limit = min(limit, widest - 1)
         draft = drafter.draft(sequence, cache, controller, request, limit)
         drafted_at = time.perf_counter()
-        if draft.num_positions == 0 and request.takes_most_likely:
+        if draft.num_tokens == 0 and request.takes_most_likely:
             num_accepted, chosen = _settle_plain(request, sequence, cache, drafter.verify(sequence, cache, draft))
         else:
             verdict = judge(request, sequence, draft, drafter.verify(sequence, cache, draft))
-            settle = _settle_chain if draft.leaves is None else _settle_tree
-            num_accepted, chosen = settle(sequence, cache, draft, verdict)
+            num_accepted, chosen = _settle(sequence, cache, verdict)
         tokens, ended = request.ending.append(sequence, chosen)
         if draft.steered:
             controller.observe(draft.num_tokens, num_accepted)
@@ -100,35 +98,18 @@ def speculative(
             seconds=time.perf_counter() - start,
             draft_seconds=drafted_at - start,
             looked_up=draft.looked_up,
-            num_leaves=draft.num_positions - draft.num_tokens,
         )
     _keep(request, sequence, cache)
 
 
 def judge(request: Request, sequence: TokenSequence, draft: Proposal, outputs: Outputs) -> Tensor:
-    """Return the verdict [2 + num_tokens] on a draft by its verification (see `decoding.acceptance`).
-
-    It is a tree verdict [4 + num_tokens] if the draft has leaves.
-    """
-    if draft.leaves is not None:
-        return _judge_tree(request, sequence, draft, draft.leaves, outputs)
+    """Return the verdict [2 + num_tokens] on a draft by its verification (see `decoding.acceptance`)."""
     if request.takes_most_likely and outputs.verdict is not None:
         return outputs.verdict
     drafted = sequence.written(sequence.length, sequence.length + draft.num_tokens)[0]
     if request.takes_most_likely:
         return accept_greedy(drafted, outputs.choices)
     return request.acceptance.accept(drafted, draft.probabilities, request.shaping.all(sequence, outputs.logits))
-
-
-def _judge_tree(request: Request, sequence: TokenSequence, draft: Proposal, leaves: Leaves, outputs: Outputs) -> Tensor:
-    drafted = sequence.written(sequence.length, sequence.length + draft.num_tokens)[0]
-    if request.takes_most_likely:
-        return accept_leaf_greedy(drafted, leaves, outputs.choices)
-    num_chain = draft.num_tokens + 1
-    of_chain = request.shaping.all(sequence, outputs.logits[:num_chain])
-    of_leaves = request.shaping.beside(sequence, leaves, outputs.logits[num_chain:])
-    scores = torch.cat([of_chain, of_leaves])
-    return request.acceptance.accept_tree(drafted, leaves, draft.probabilities, scores)
 
 
 def _settle_plain(
@@ -141,30 +122,12 @@ def _settle_plain(
     return 0, sequence.read(token)
 
 
-def _settle_chain(
-    sequence: TokenSequence, cache: KVCache, draft: Proposal, verdict: Tensor
-) -> tuple[int, Sequence[int]]:
+def _settle(sequence: TokenSequence, cache: KVCache, verdict: Tensor) -> tuple[int, Sequence[int]]:
     """Write the token after the accepted drafts; return their number, and all tokens of the round."""
     num_accepted, token, *drafted = sequence.read(verdict)
     sequence.write(num_accepted, verdict[1:2])
     cache.roll_back(sequence.length + num_accepted)
     return num_accepted, [*drafted[:num_accepted], token]
-
-
-def _settle_tree(
-    sequence: TokenSequence, cache: KVCache, draft: Proposal, verdict: Tensor
-) -> tuple[int, Sequence[int]]:
-    """Do what `_settle_chain` does; an accepted leaf and the token after it follow the accepted drafts."""
-    num_accepted, leaf, token, after, *drafted = sequence.read(verdict)
-    if leaf < 0:
-        sequence.write(num_accepted, verdict[2:3])
-        cache.roll_back(sequence.length + num_accepted)
-        return num_accepted, [*drafted[:num_accepted], token]
-    sequence.write(num_accepted, verdict[2:4])
-    end = sequence.length + num_accepted
-    cache.move(sequence.length + draft.num_tokens + leaf, end, leaf)
-    cache.roll_back(end + 1)
-    return num_accepted, [*drafted[:num_accepted], token, after]
 
 
 def capacity_for(target: Target, request: Request, max_drafted: int) -> int:

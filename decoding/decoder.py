@@ -104,7 +104,7 @@ class Decoder:
     @property
     def max_drafted(self) -> int:
         """Most positions that a round adds to a sequence."""
-        return 0 if self.drafter is None else self.rule.max_tokens + self.drafter.max_leaves
+        return 0 if self.drafter is None else self.rule.max_tokens
 
     def steps(self, request: Request) -> Iterator[Prefill | Round]:
         """Decode one sequence, yielding a record of the prefill and of each round as it happens."""

@@ -10,20 +10,20 @@ sequences repeat one token, and only pretend to have been read up to where a sha
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice, pairwise
 
 import torch
 from torch import Tensor
 
-from decoding.acceptance import Acceptance, Leaves
+from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.decode import NewCache, ReadPrompt, autoregressive, speculative
 from decoding.draft_length import Controller, Decision, DraftDistribution
 from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.prompt_lookup import LookupFirst, steered_part
-from decoding.drafts import CandidateTree, Draft
+from decoding.drafts import Draft
 from decoding.lockstep import decode_in_lockstep
 from decoding.rounds import Prefill, Round
 from decoding.runners.buckets import Buckets
@@ -34,7 +34,7 @@ from decoding.text import Ending, Request, TokenSequence
 TOKEN = 0
 """The token that the sequences repeat: a prompt lookup finds it everywhere."""
 MOST_DRAFTED = 64
-"""Most tokens that any rule or lookup drafts in a round; shorter drafts may have side leaves in the same memory."""
+"""Most tokens that any rule or lookup drafts in a round."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,6 @@ class Steering:
     """True if several rounds in a row may draft nothing."""
     rereads: bool = False
     """True if a head reads all positions of a round again, as after quantised blocks."""
-    tree: CandidateTree | None = None
-    """Shape of the side leaves, which make verifications wider."""
 
     @classmethod
     def of(cls, controller: Controller, draft: Draft) -> Steering:
@@ -84,7 +82,6 @@ class Steering:
             controller.may_stop,
             may_pause=controller.may_pause,
             rereads=draft.trained_head is not None and draft.trained_head.rereads,
-            tree=draft.parts.tree,
         )
 
 
@@ -97,8 +94,6 @@ class _Scene:
     """Tokens to draft in each round."""
     stops: bool = False
     """True to drop another token, whose pass has run, in each round."""
-    num_leaves: int = 0
-    """Number of side leaves of each round; the draft's own are left out."""
     pending: tuple[int, ...] = ()
     """For each row, the positions that an exit head lacks before the last round; empty for those that it lacks anyway."""
 
@@ -144,8 +139,6 @@ class Rehearsal:
             return
         steered = steered_part(self._drafter)
         self._rehearse_lengths(steered)
-        if self._steering.tree is not None and self._num_rows == 1:
-            self._rehearse_trees(steered, self._steering.tree)
         if self._steering.may_stop:
             self._rehearse_stops(steered)
         if self._looks_up:
@@ -158,17 +151,6 @@ class Rehearsal:
         longest = self._steering.max_tokens
         for length in range(longest + 1) if self._is_thorough else sorted({0, 1, longest}):
             self._play_all([_Scene(start, (length,)) for start in self._starts(length)], drafter)
-
-    def _rehearse_trees(self, drafter: Drafter, tree: CandidateTree) -> None:
-        """Verify every number of positions that chain and leaves may have together."""
-        longest, most = self._steering.max_tokens, tree.most_leaves
-        if tree.weighs:
-            numbers = [*((1, leaves) for leaves in range(1, most + 1)), *((n, most) for n in range(2, longest + 1))]
-        else:
-            numbers = [(n, min(n * tree.most_per_depth, most)) for n in range(1, longest + 1)]
-        for length, num_leaves in numbers if self._is_thorough else numbers[:1]:
-            scenes = [_Scene(start, (length,), num_leaves=num_leaves) for start in self._starts(length)]
-            self._play_all(scenes, drafter)
 
     def _rehearse_stops(self, drafter: Drafter) -> None:
         for length in range(self._steering.max_tokens) if self._is_thorough else (0, 1):
@@ -240,7 +222,7 @@ class Rehearsal:
         if drafter is None:
             steps = autoregressive(self._target, request, new_cache, read)
         else:
-            staged = _Staged(drafter, read, scene.pending[row] if scene.pending else None, scene.num_leaves)
+            staged = _Staged(drafter, read, scene.pending[row] if scene.pending else None)
             controller_class = _LookingLengths if self._steering.looks else _Lengths
             controller = controller_class(self._steering.max_tokens, scene.lengths, stops=scene.stops)
             steps = speculative(self._target, staged, controller, request, new_cache)
@@ -292,9 +274,8 @@ class _Reader:
 class _Staged(Drafter):
     """A drafter on a sequence that is only pretended to have been read."""
 
-    def __init__(self, drafter: Drafter, read: ReadPrompt, num_pending: int | None, num_leaves: int) -> None:
+    def __init__(self, drafter: Drafter, read: ReadPrompt, num_pending: int | None) -> None:
         self._drafter, self._read, self._num_pending = drafter, read, num_pending
-        self._num_leaves, self.tree = num_leaves, drafter.tree
         self.has_pending = False
         """True if states were pending, so that `num_pending` meant something."""
 
@@ -306,14 +287,7 @@ class _Staged(Drafter):
     ) -> Proposal:
         if self._num_pending is not None:
             self.has_pending |= cache.pretend_pending(self._num_pending)
-        draft = self._drafter.draft(sequence, cache, controller, request, limit)
-        if not draft.num_tokens or not self._num_leaves:
-            return replace(draft, leaves=None)
-        leaves = Leaves(
-            sequence.span(0, 1)[0].expand(self._num_leaves), [self._num_leaves, *[0] * (draft.num_tokens - 1)]
-        )
-        sequence.write(draft.num_tokens, leaves.token_ids)
-        return replace(draft, leaves=leaves)
+        return self._drafter.draft(sequence, cache, controller, request, limit)
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         return self._drafter.verify(sequence, cache, draft)
@@ -323,7 +297,7 @@ class _Checking(Drafter):
     """A drafter that checks a copy of `num_copied` tokens at the beginning of each round, if it can."""
 
     def __init__(self, drafter: Drafter, num_copied: int) -> None:
-        self._drafter, self._num_copied, self.tree = drafter, num_copied, drafter.tree
+        self._drafter, self._num_copied = drafter, num_copied
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         return self._drafter.prefill(sequence, cache)

@@ -26,7 +26,7 @@ class Round:
 
     `tokens` are the tokens that the round appended: the accepted drafts and one token of the target, truncated where
     the sequence ended. `num_accepted` counts every draft the target agreed with, including drafts after the end of
-    the sequence and a side leaf. `num_drafted` are the tokens of the drafted chain, without leaves.
+    the sequence.
     """
 
     tokens: tuple[int, ...]
@@ -37,8 +37,6 @@ class Round:
     """Seconds spent drafting; on a GPU those of the launch if nothing waited for the draft."""
     looked_up: bool = False
     """True if the drafts were copied from the sequence (prompt lookup) and not computed."""
-    num_leaves: int = 0
-    """Number of side leaves that were verified beside the drafts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from decoding.acceptance import Acceptance, Greedy, Leaves
+from decoding.acceptance import Acceptance, Greedy
 from decoding.cache.earlier_turns import EarlierTurns
 from decoding.cache.known_prompt import KnownPrompt
 from decoding.cache.kv_cache import Company
@@ -133,21 +133,6 @@ class Shaping:
             for process in self.processors:
                 scores = process(ids, scores)
         return scores[0]
-
-    def beside(self, sequence: TokenSequence, leaves: Leaves, logits: Tensor) -> Tensor:
-        """Return scores [m, vocabulary] after each leaf of a drafted chain, from logits [m, vocabulary]."""
-        scores = logits.float()
-        if not self.processors:
-            return scores
-        shaped = []
-        for index, depth in enumerate(leaves.depths):
-            path = sequence.written(0, sequence.length + depth)
-            ids = torch.cat([path, leaves.token_ids[None, index : index + 1]], dim=1)
-            one = scores[index : index + 1]
-            for process in self.processors:
-                one = process(ids, one)
-            shaped.append(one)
-        return torch.cat(shaped)
 
     def all(self, sequence: TokenSequence, logits: Tensor) -> Tensor:
         """Return scores [width, vocabulary] after the last token and after each draft, from logits [width, vocabulary]."""

@@ -20,23 +20,18 @@ from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RULES, Fixed
 from decoding.drafts import (
     BitWidth,
-    CandidateTree,
     Draft,
     DraftDocument,
     EarlyExit,
-    FixedLeaves,
     Layers,
     LayerSkip,
     Lookup,
     PlainDecoding,
     PromptLookup,
-    PublishedLeaves,
-    SizedLeaves,
     SuffixDraft,
     SuffixLookup,
 )
 from decoding.drafts.lookup import LONGEST_NGRAM, MOST_COPIED
-from decoding.drafts.trees import MOST_LEAVES, MOST_PER_DEPTH
 from decoding.kernels.choice import check_quantised, kernel_for
 from decoding.target import Target
 from studies.contract import Candidate, Problem, StudySettings
@@ -44,8 +39,8 @@ from studies.rule_space import DEFAULT_RULES, RuleNames, rule_parameters, rules_
 
 Parameters = dict[str, Any]
 
-OWN_WEIGHTS, NOTHING_BEFORE, CHAIN, ALL_IDS = "model's own", "none", "chain", "all"
-"""The values of `bits`, `lookup`, `tree` and `ids_below` for a draft without these."""
+OWN_WEIGHTS, NOTHING_BEFORE, ALL_IDS = "model's own", "none", "all"
+"""The values of `bits`, `lookup` and `ids_below` for a draft without these."""
 NO_HEAD, TRAINED_HEAD = "no head", "trained head"
 """The values of `head`, which is asked for where an exit may have one or not."""
 PLAIN, SKIP_SET, EXIT = "none", "layer_skip", "early_exit"
@@ -56,9 +51,6 @@ COPIES: Mapping[str, type[DraftDocument]] = MappingProxyType(
 )
 LOOKUPS: Mapping[str, type[Lookup | SuffixLookup]] = MappingProxyType(
     {each.method_name: each for each in (Lookup, SuffixLookup)}
-)
-TREES: Mapping[str, type[CandidateTree]] = MappingProxyType(
-    {"fixed": FixedLeaves, "published": PublishedLeaves, "sized": SizedLeaves}
 )
 FREQUENT_IDS = 2**14
 """Token ids that a quantised draft of a model with at least twice as many may keep to, with those of the text. Of the tokens that
@@ -73,12 +65,9 @@ RANGES: Mapping[str, tuple[float, float, bool]] = MappingProxyType(
         "max_tokens": (1, MOST_COPIED, True),
         "max_spec_factor": (0.25, 64.0, True),
         "min_token_prob": (0.0, 1.0, False),
-        "leaves": (1, MOST_PER_DEPTH, True),
-        "least_gain": (0.0005, 1.0, True),
-        "max_leaves": (1, MOST_LEAVES, True),
     }
 )
-"""Lowest and highest value of the settings of lookups and trees, and whether they are searched on a logarithmic scale: what the
+"""Lowest and highest value of the settings of lookups, and whether they are searched on a logarithmic scale: what the
 documents allow, so that a candidate of any origin has its place. Whole numbers are those whose bounds are."""
 
 
@@ -155,7 +144,6 @@ class Space:
         exits: Iterable[EarlyExit] = (),
         copies: bool = False,
         bits: Sequence[BitWidth] = (),
-        trees: bool = False,
         accepts: Callable[[DraftDocument], bool] = lambda draft: True,
     ) -> None:
         """Offer skip sets of the items in `skips`, these exits, and copies (alone, and before other drafts).
@@ -183,7 +171,6 @@ class Space:
         self.kinds = (PLAIN, *dict.fromkeys(draft.kind for draft in offered))
         before = [name for name in LOOKUPS if copies and _any_takes(offered, LOOKUPS[name], accepts)]
         self._lookups = (NOTHING_BEFORE, *before)
-        self._trees = (CHAIN, *(TREES if trees and target.checks.takes_trees else ()))
         below = frequent_ids(target)
         fewer = [LayerSkip(bits=each, ids_below=below) for each in named.values() if below]
         self._ids_below: dict[str, int | None] = {
@@ -211,9 +198,6 @@ class Space:
         if "lookup" in draft.takes:
             name = trial.suggest_categorical("lookup", self._lookups)
             draft = draft if name == NOTHING_BEFORE else draft.having(lookup=_suggest(trial, "lookup", LOOKUPS[name]))
-        if "tree" in draft.takes:
-            shape = trial.suggest_categorical("tree", self._trees)
-            draft = draft if shape == CHAIN else draft.having(tree=_suggest(trial, "tree", TREES[shape]))
         return draft
 
     def parameters(self, candidate: Candidate) -> Parameters:
@@ -256,12 +240,11 @@ class Space:
             "bits": list(self._bits),
             "ids_below": list(self._ids_below),
             "lookups": list(self._lookups),
-            "trees": list(self._trees),
             "rules": {name: {key: list(each) for key, each in of.items()} for name, of in ranges.items()},
         }
 
     def _of_kind(self, trial: BaseTrial, kind: str) -> Draft:
-        """Return the suggested draft of a kind, with the model's own weights, alone and as a chain."""
+        """Return the suggested draft of a kind, with the model's own weights, alone."""
         if kind in COPIES:
             return _suggest(trial, "lookup", COPIES[kind])
         if kind == SKIP_SET:
@@ -280,7 +263,7 @@ class Space:
             chosen = self._skips.chosen(draft.skipped(self._num_layers))
             found |= {name: index in chosen for index, name in enumerate(self._skips.names)}
         elif draft.kind == EXIT:
-            alone = draft.having(lookup=None, tree=None, bits=None)
+            alone = draft.having(lookup=None, bits=None)
             places = {each: (layer, head) for layer, group in self._exits.items() for head, each in group.items()}
             if alone not in places:
                 raise ValueError(f"exits that it considers: {', '.join(each.describe() for each in places) or 'none'}")
@@ -297,10 +280,6 @@ class Space:
             first = draft.parts.lookup
             found["lookup"] = first.method_name if first else NOTHING_BEFORE
             found |= _settings("lookup", first) if first else {}
-        if "tree" in draft.takes:
-            tree = draft.parts.tree
-            found["tree"] = tree.shape if tree else CHAIN
-            found |= _settings("tree", tree) if tree else {}
         return found
 
     def _usual(self) -> Iterator[Draft]:
@@ -403,9 +382,6 @@ class SpaceSettings(StudySettings):
         description="precisions of quantised drafts: the whole model, exits and skip sets; default: 8 on a CPU with AVX2, "
         "none elsewhere",
     )
-    trees: bool = Field(
-        True, description="side leaves beside drafts that run the model, where they promise more than the chain"
-    )
     whole_blocks: bool = Field(False, description="skip whole blocks only, not attention and MLP apart")
     candidates: tuple[Candidate, ...] = Field(
         (), description="drafts with their rules to measure first, such as those of earlier profiles"
@@ -417,12 +393,8 @@ class SpaceSettings(StudySettings):
             target.check_exit_layer(exit_layer)
 
     def for_engine(self, rules: Sequence[str], *, quantises: bool, whole_blocks: bool) -> dict[str, Any]:
-        """Return settings for chains of what the engine can skip, in the precisions that it can make."""
-        changed = {
-            "rules": rules_within(self, rules),
-            "whole_blocks": whole_blocks or self.whole_blocks,
-            "trees": False,
-        }
+        """Return settings for what the engine can skip, in the precisions that it can make."""
+        changed = {"rules": rules_within(self, rules), "whole_blocks": whole_blocks or self.whole_blocks}
         return changed if quantises else {**changed, "bits": ()}
 
     def wanted_heads(self, num_layers: int) -> tuple[int, ...]:
@@ -441,10 +413,6 @@ class SpaceSettings(StudySettings):
         if self.bits:
             check_quantised(device)
         return self.bits
-
-    def wants_trees(self, target: Target) -> bool:
-        """Return whether side leaves are considered for drafts of `target`."""
-        return self.trees and target.checks.takes_trees
 
     def exits(self, problem: Problem) -> list[list[EarlyExit]]:
         """Return the exits to consider: without a head, at most `MOST_PLAIN_EXITS` that are evenly spread, then with one."""
@@ -465,6 +433,5 @@ class SpaceSettings(StudySettings):
             exits=[draft for group in self.exits(problem) for draft in group],
             copies="lookup" in self.kinds,
             bits=self.wanted_bits(target.device),
-            trees=self.wants_trees(target),
             accepts=problem.accepts,
         )

@@ -20,7 +20,7 @@ from benchmarks.gpu.timing import Interrupted, Make, Turns, own, stock
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import DraftLengthRule, Fixed
-from decoding.drafts import BitWidth, Draft, FixedLeaves, LayerSkip, PromptLookup, SuffixDraft, SuffixLookup
+from decoding.drafts import BitWidth, Draft, LayerSkip, PromptLookup, SuffixDraft, SuffixLookup
 from decoding.errors import UnsupportedModelError, one_line
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding, DraftProfile
@@ -39,7 +39,6 @@ NUM_PROMPTS, NUM_SKIPS = 4, 4
 DRAFTED, COPIED = Fixed(max_tokens=4), Fixed(max_tokens=8)
 """Rules: of drafts that run a model or a head, and of copies."""
 PRECISIONS: tuple[BitWidth, ...] = (8, 4)
-LEAVES = FixedLeaves(leaves=2)
 SHARE_OF_SEARCH = 0.85
 """Share of the step's seconds for the whole search, which may overrun its time by a lap of the race."""
 WORTHWHILE = 1.02
@@ -206,7 +205,7 @@ def demo_losslessness(shared: Shared, seconds: float, *, dtype: str) -> dict[str
 
 
 def kinds(shared: Shared, seconds: float, *, batch_size: int, num_prompts: int) -> dict[str, Any]:
-    """Measure every kind of draft in turns with plain decoding. Side leaves are for single sequences alone."""
+    """Measure every kind of draft in turns with plain decoding."""
     quarter = shared.static.num_layers // 4
     drafts: dict[str, Draft] = {
         "prompt lookup": PromptLookup(),
@@ -217,8 +216,6 @@ def kinds(shared: Shared, seconds: float, *, batch_size: int, num_prompts: int) 
         "skip set": LayerSkip.blocks(tuple(range(quarter, 3 * quarter, 2))),
         **{f"int{bits}": LayerSkip(bits=bits) for bits in PRECISIONS},
     }
-    if batch_size == 1:
-        drafts["exit with side leaves"] = shared.exit_draft.having(tree=LEAVES)
     contenders, refused = _plain(shared), dict[str, str]()
     for name, draft in drafts.items():
         try:

@@ -283,17 +283,6 @@ class KVCache(Cache):
         if self._branch is not None:
             self._branch.roll_back(length)
 
-    def move(self, source: int, to: int, leaf: int) -> None:
-        """Take over the accepted leaf with index `leaf`: its keys and values move from slot `source` to position `to`.
-
-        The branch forgets what it read of the rejected draft at this position; the leaf's state, if it has it, becomes pending.
-        """
-        for layer in self.storage.layers:
-            for kept in (layer.keys, layer.values):
-                kept[:, :, to] = kept[:, :, source]
-        if self._branch is not None:
-            self._branch.take_leaf(leaf, to)
-
     def pretend(self, length: int, pending: Tensor | None = None) -> None:
         """Take the first `length` positions as read, in the branch as well, whatever the memory holds.
 
@@ -335,8 +324,6 @@ class BranchCache(KVCache):
         self._pending: list[Tensor] = []
         self.has_unread_prompt = False
         """True if the states of the prompt are pending: the head has not been needed yet."""
-        self.leaves: Tensor | None = None
-        """States [.., leaves, hidden] of the side leaves that are being judged, or None."""
 
     @property
     def pending(self) -> Tensor | None:
@@ -366,12 +353,6 @@ class BranchCache(KVCache):
         if len(self._pending) > MOST_PENDING_PIECES:
             self.pending = self.pending
 
-    def take_leaf(self, leaf: int, position: int) -> None:
-        """Put the state of a leaf at `position`, for the head to process later."""
-        self.roll_back(position)
-        if self.leaves is not None:
-            self.extend(self.leaves[..., leaf : leaf + 1, :])
-
     def catch_up(self, length: int) -> None:
         """Record that the head has processed all of the first `length` positions."""
         self.length, self.pending = length, None
@@ -386,7 +367,7 @@ class BranchCache(KVCache):
 
 
 def _are_positions(mask: Tensor) -> bool:
-    """Return True for positions [batch, 1, 1 or 2, width], which travel in place of a mask."""
+    """Return True for positions [batch, 1, 1, width], which travel in place of a mask."""
     return mask.dtype == torch.int64
 
 

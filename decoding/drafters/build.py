@@ -36,7 +36,7 @@ def check_draft(target: Target, draft: Draft) -> None:
     """Raise ValueError unless `target` can run `draft`; no file of the draft is read."""
     draft.check(target.num_layers)
     if draft.runs_model:
-        build_drafter(target, draft.skipped(target.num_layers).having(tree=draft.parts.tree))
+        build_drafter(target, draft.skipped(target.num_layers))
 
 
 def no_drafter(target: Target, draft: Draft, decoding: Decoding, *, heads: HeadFolder | None) -> None:

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from decoding.acceptance import Leaves
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.drafts import CandidateTree
 from decoding.errors import UnsupportedRequestError
 from decoding.runners.contract import Outputs
 from decoding.target import Target
@@ -31,12 +29,6 @@ class Proposal:
     """True if the tokens were copied from the sequence, not computed."""
     steered: bool = True
     """True if the controller was asked about this round; only then it is told the number of accepted tokens."""
-    leaves: Leaves | None = None
-    """Side leaves, written after the proposed tokens; None for a chain."""
-
-    @property
-    def num_positions(self) -> int:
-        return self.num_tokens + (0 if self.leaves is None else self.leaves.num_leaves)
 
 
 Copy = Callable[[Sequence[int], int], list[int] | None]
@@ -69,15 +61,8 @@ class Drafter:
     State from round to round is kept with the sequence (the index of its n-grams) or in its cache (the branch of an exit head).
     """
 
-    tree: CandidateTree | None = None
-    """Shape of the side leaves that it may propose."""
     has_head = False
     """True if it has a head that reads states of the prompt, so that keys and values are not enough to know the prompt by."""
-
-    @property
-    def max_leaves(self) -> int:
-        """Most side leaves of a round."""
-        return 0 if self.tree is None else self.tree.most_leaves
 
     @abstractmethod
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
@@ -114,4 +99,4 @@ class Drafter:
 
     @abstractmethod
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
-        """Run the target on the last token, the drafts and the leaves; the logits are [num_positions + 1, vocabulary]."""
+        """Run the target on the last token and the drafts; the logits are [num_tokens + 1, vocabulary]."""

@@ -16,7 +16,7 @@ from decoding.draft_length import Controller
 from decoding.drafters.contract import Drafter, Proposal, check_head_has_read
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafters.propose import propose
-from decoding.drafts import CandidateTree, EarlyExit
+from decoding.drafts import EarlyExit
 from decoding.errors import ExitHeadError
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
@@ -36,11 +36,8 @@ class EarlyExitDrafter(Drafter):
         *,
         prefix_reuse: bool = True,
         bits: int | None = None,
-        tree: CandidateTree | None = None,
     ) -> None:
-        self.tree, self.has_head = tree, True
-        if tree is not None:
-            target.checks.trees()
+        self.has_head = True
         self._exit = ExitView(target, exit_layer, head, bits=bits)
         self._whole = TappedView(target, exit_layer)
         self._is_quantised = bits is not None
@@ -99,25 +96,22 @@ class EarlyExitDrafter(Drafter):
 
             return write_by(piece, sequence.span(cache.length, cache.length + 1), num_tokens)
 
-        draft = propose(step, write, sequence, cache, controller, request, limit, states, self.tree)
+        draft = propose(step, write, sequence, cache, controller, request, limit, states)
         # The head forgets what it read of drafts after the end. States of quantised blocks are not the target's: it forgets
         # those of the whole round, and reads the verification's with its next pass.
         branch.roll_back(cache.length if self._is_quantised else cache.length + draft.num_tokens + 1)
         return draft
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
-        """Run the target over the last token, the drafts and leaves, from the exit on if the states there are known."""
-        token_ids = sequence.span(cache.length, sequence.length + draft.num_positions)
-        if draft.leaves is not None or self._resume is None or draft.states is None:
-            positions = None if draft.leaves is None else draft.leaves.positions(cache.length)
-            outputs = self._whole.run(token_ids, cache, cache.length, positions=positions)
+        """Run the target over the last token and the drafts, from the exit on if the states there are known."""
+        token_ids = sequence.span(cache.length, sequence.length + draft.num_tokens)
+        if self._resume is None or draft.states is None:
+            outputs = self._whole.run(token_ids, cache, cache.length)
         else:
             outputs = self._resume.run(token_ids, cache, cache.length, draft.states)
-        states = outputs.states
-        assert states is not None, "the exit is tapped"
-        branch, num_chain = cache.branch, 1 + draft.num_tokens
-        branch.extend(states[..., branch.num_known - cache.length : num_chain, :])
-        branch.leaves = None if draft.leaves is None else states[..., num_chain:, :]
+        assert outputs.states is not None, "the exit is tapped"
+        branch = cache.branch
+        branch.extend(outputs.states[..., branch.num_known - cache.length :, :])
         return outputs
 
 
@@ -128,9 +122,8 @@ def new_drafter(target: Target, draft: EarlyExit, decoding: Decoding, *, heads: 
     """
     target.check_exit_layer(draft.exit_layer)
     if draft.head is None:
-        skip = draft.skipped(target.num_layers).having(tree=draft.tree)
-        return LayerSkipDrafter(target, skip, prefix_reuse=decoding.prefix_reuse)
+        return LayerSkipDrafter(target, draft.skipped(target.num_layers), prefix_reuse=decoding.prefix_reuse)
     if heads is None:
         raise ExitHeadError(f"the draft needs the exit head {draft.head}: give the folder that holds it")
     head, reuses = heads.get(draft), decoding.prefix_reuse
-    return EarlyExitDrafter(target, draft.exit_layer, head, prefix_reuse=reuses, bits=draft.bits, tree=draft.tree)
+    return EarlyExitDrafter(target, draft.exit_layer, head, prefix_reuse=reuses, bits=draft.bits)

@@ -26,7 +26,6 @@ class LayerSkipDrafter(Drafter):
     """A view of the target without the skipped sublayers, choosing from `vocabulary`, or that of `skip`, if there is one.
 
     A quantised draft shares no prefix with the verification, which computes every block again and overwrites its keys and values.
-    Raises `UnsupportedModelError` for a tree if the target cannot verify one.
     """
 
     def __init__(
@@ -53,9 +52,6 @@ class LayerSkipDrafter(Drafter):
             target.checks.skips(skip.skip_attention, skip.skip_mlp)
         resumes = boundary and self._view.keeps_boundary and target.checks.resumes_at(boundary)
         self._resume = ResumeView(target, boundary) if boundary and resumes else None
-        self.tree = skip.tree
-        if self.tree is not None:
-            target.checks.trees()
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         """Run the target over the prompt; the draft reads the same keys and values."""
@@ -82,13 +78,13 @@ class LayerSkipDrafter(Drafter):
                 states.append(written.states)
             return written
 
-        return propose(step, write, sequence, cache, controller, request, limit, states, self.tree)
+        return propose(step, write, sequence, cache, controller, request, limit, states)
 
     def draft_checking(
         self, sequence: TokenSequence, cache: KVCache, controller: Controller, limit: int, copy: Copy
     ) -> Proposal | None:
         """See `Drafter.draft_checking`: a pass yields the copied tokens that the draft would have written, and one more."""
-        if controller.looks_at_drafts or self.tree is not None or cache.company is not None:
+        if controller.looks_at_drafts or cache.company is not None:
             return None
         self._view.follow(sequence, sequence.batch, sequence.token_ids)
         limit, states, drafts = min(limit, controller.limit()), list[Tensor](), list[int]()
@@ -106,14 +102,8 @@ class LayerSkipDrafter(Drafter):
         return Proposal(len(drafts), None, torch.cat(states, dim=-2) if states else None)
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
-        """Run the target over the last token, the drafts and leaves, from the boundary on if its states are known.
-
-        With leaves, whose states are not known, it runs from the first block on.
-        """
-        token_ids = sequence.span(cache.length, sequence.length + draft.num_positions)
-        if draft.leaves is not None:
-            target, positions = self._target, draft.leaves.positions(cache.length)
-            return target.run(target.whole, token_ids, cache, cache.length, positions=positions)
+        """Run the target over the last token and the drafts, from the boundary on if its states are known."""
+        token_ids = sequence.span(cache.length, sequence.length + draft.num_tokens)
         if self._resume is None or draft.states is None:
             return self._target.run(self._target.whole, token_ids, cache, cache.length)
         return self._resume.run(token_ids, cache, cache.length, draft.states)

@@ -61,7 +61,7 @@ def new_drafter(target: Target, draft: CopySettings, decoding: Decoding, *, head
 class LookupFirst(Drafter):
     """Copies where `lookup` finds something; elsewhere `fallback` drafts: a copy costs no draft pass (our formulation).
 
-    Rounds drafted by the lookup have up to its own `max_tokens` tokens, and no leaves. The draft-length rule is not asked: its
+    Rounds drafted by the lookup have up to its own `max_tokens` tokens. The draft-length rule is not asked: its
     threshold or posterior describes the other drafter. The other drafter verifies these rounds too, because a trained head must see
     every verified position; as copies leave no boundary states, the whole target runs. See `Lookup.direct_from` for copies that the
     other drafter checks.
@@ -69,7 +69,7 @@ class LookupFirst(Drafter):
 
     def __init__(self, fallback: Drafter, lookup: FirstLookup) -> None:
         self.fallback, self.lookup = fallback, lookup
-        self.tree, self.has_head = fallback.tree, fallback.has_head
+        self.has_head = fallback.has_head
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         logits = self.fallback.prefill(sequence, cache)

@@ -11,28 +11,23 @@ from decoding.drafts.kinds import KINDS, Draft, DraftKind, PlainDecoding, RealDr
 from decoding.drafts.layer_skip import Layers, LayerSkip, compact_indices, format_indices, parse_indices
 from decoding.drafts.lookup import FirstLookup, Lookup, SuffixLookup
 from decoding.drafts.prompt_lookup import PromptLookup, SuffixDraft
-from decoding.drafts.trees import CandidateTree, FixedLeaves, PublishedLeaves, SizedLeaves
 
 __all__ = [
     "KINDS",
     "BitWidth",
-    "CandidateTree",
     "Draft",
     "DraftDocument",
     "DraftHead",
     "DraftKind",
     "EarlyExit",
     "FirstLookup",
-    "FixedLeaves",
     "LayerSkip",
     "Layers",
     "Lookup",
     "Parts",
     "PlainDecoding",
     "PromptLookup",
-    "PublishedLeaves",
     "RealDraft",
-    "SizedLeaves",
     "SuffixDraft",
     "SuffixLookup",
     "compact_indices",

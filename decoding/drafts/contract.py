@@ -1,7 +1,7 @@
 """The contract of a draft document: frozen settings that answer every question about their draft.
 
 Callers ask the document and never test its class. The defaults of `DraftDocument` describe a draft that runs no part of the
-target and has no head. What drafts of several kinds may have, such as bits, a lookup before them and a tree, are `Parts`: a kind
+target and has no head. What drafts of several kinds may have, such as bits and a lookup before them, are `Parts`: a kind
 that takes one has the field of that name, and everything else about parts is here.
 
 A quantised draft runs the model's own linear layers with rounded weights, and shares the target's keys and values; the whole
@@ -19,7 +19,6 @@ from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
 from decoding.drafts.lookup import CopySettings, FirstLookup, lookup_columns
-from decoding.drafts.trees import CandidateTree
 
 if TYPE_CHECKING:
     from decoding.drafts.layer_skip import LayerSkip
@@ -61,8 +60,6 @@ class Parts:
     """Bits of the draft's weights; None for the model's own weights."""
     lookup: FirstLookup | None = None
     """Prompt lookup or suffix automaton that is tried before the draft."""
-    tree: CandidateTree | None = None
-    """Side leaves that are verified beside the drafted chain."""
     ids_below: int | None = None
     """Token ids below this, and those of the text, are what a quantised draft chooses from; None for all."""
 
@@ -117,7 +114,7 @@ class DraftDocument(Document):
         """Raise ValueError unless a target with `num_layers` blocks can run the draft."""
 
     def skipped(self, num_layers: int) -> LayerSkip:
-        """Return what the draft skips in a target with `num_layers` blocks, in its precision, without head, lookup and tree.
+        """Return what the draft skips in a target with `num_layers` blocks, in its precision, without head and lookup.
 
         Raises ValueError for a draft that runs no part of the target.
         """
@@ -166,15 +163,13 @@ class DraftDocument(Document):
         parts = self.parts
         draft = f"{self.phrase} in int{parts.bits}" if parts.bits else self.phrase
         draft = f"{draft} from ids below {parts.ids_below:,} and the text's" if parts.ids_below else draft
-        draft = f"{draft}, {parts.tree.describe()}" if parts.tree else draft
         return f"{parts.lookup.describe()}, then {draft}" if parts.lookup else draft
 
     def columns(self) -> dict[str, Any]:
         """Return the columns of the draft in the table of trials, `kind` apart."""
-        bits, lookup, tree = self.parts.bits, self.parts.lookup, self.parts.tree
+        bits, lookup = self.parts.bits, self.parts.lookup
         columns = self.own_columns | ({"bits": bits} if bits else {}) | (lookup_columns(lookup) if lookup else {})
-        columns |= {"ids_below": self.parts.ids_below} if self.parts.ids_below else {}
-        return columns | ({f"tree.{key}": value for key, value in tree.model_dump().items()} if tree else {})
+        return columns | ({"ids_below": self.parts.ids_below} if self.parts.ids_below else {})
 
     @property
     def copying(self) -> CopySettings | None:

@@ -14,7 +14,6 @@ from decoding.documents.strict_yaml import Line
 from decoding.drafts.contract import Bits, DraftDocument, DraftHead
 from decoding.drafts.layer_skip import LayerSkip
 from decoding.drafts.lookup import LookupBefore
-from decoding.drafts.trees import Tree
 
 HEAD_SUFFIX = ".safetensors"
 
@@ -42,7 +41,6 @@ class EarlyExit(DraftDocument):
     )
     bits: Bits = None
     lookup: LookupBefore = None
-    tree: Tree = None
     runs_model: ClassVar[bool] = True
 
     @model_validator(mode="after")

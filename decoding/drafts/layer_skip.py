@@ -9,7 +9,6 @@ from pydantic import BeforeValidator, PlainSerializer, model_validator
 
 from decoding.drafts.contract import Bits, BitWidth, DraftDocument, IdsBelow
 from decoding.drafts.lookup import LookupBefore
-from decoding.drafts.trees import Tree
 
 # Far above any real model: a slip such as 12-1500000000 is refused before the range is expanded.
 MOST_LAYERS = 10_000
@@ -76,7 +75,6 @@ class LayerSkip(DraftDocument):
     bits: Bits = None
     ids_below: IdsBelow = None
     lookup: LookupBefore = None
-    tree: Tree = None
     runs_model: ClassVar[bool] = True
 
     @model_validator(mode="after")
@@ -129,7 +127,7 @@ class LayerSkip(DraftDocument):
             raise ValueError(f"draft skips layer {highest}, but the target has layers 0 to {num_layers - 1}")
 
     def skipped(self, num_layers: int) -> LayerSkip:
-        return self.having(lookup=None, tree=None)
+        return self.having(lookup=None)
 
     @property
     def num_shared_blocks(self) -> int:

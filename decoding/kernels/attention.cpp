@@ -57,10 +57,8 @@ template <typename Format>
 struct Attention {
   using Value = typename Format::Value;
   States<Value> query, key, value;
-  // [batch or 1, 1 or 2, width]: the position of each row, which sees the keys before it, and its own key. In a tree the two
-  // differ, and own keys are in the second row.
-  const int64_t* positions;
-  int64_t position_stride, own_offset;
+  const int64_t* positions;  // [batch or 1, width]: each row sees the keys up to its position
+  int64_t position_stride;
   Value* outputs;  // [batch, width, heads, size]
   int64_t batch, heads, shared, width, slots, size, window;
   float scale;
@@ -69,12 +67,11 @@ struct Attention {
   int64_t padded() const { return (size + kLanes - 1) / kLanes * kLanes; }
   int64_t groups() const { return heads / shared; }
 
-  // The keys that row `row` sees: from `first` up to but not including `end`, and its own, which is not before them.
-  void limits(int64_t text, int64_t row, int64_t* first, int64_t* end, int64_t* self) const {
-    const int64_t* of_row = positions + text * position_stride + row % width;
-    *end = std::min(of_row[0], slots);
-    *first = window > 0 ? std::max<int64_t>(of_row[0] + 1 - window, 0) : 0;
-    *self = std::min(of_row[own_offset], slots - 1);
+  // The keys that row `row` sees: from `first` up to but not including `end`.
+  void limits(int64_t text, int64_t row, int64_t* first, int64_t* end) const {
+    const int64_t after = positions[text * position_stride + row % width] + 1;
+    *end = std::min(after, slots);
+    *first = window > 0 ? std::max<int64_t>(after - window, 0) : 0;
   }
 
   // Few rows read keys and values where they are. For more, each is converted once.
@@ -84,18 +81,18 @@ struct Attention {
   // One thread's memory.
   struct Scratch {
     std::vector<float> queries, keys, values, weights;
-    std::vector<int64_t> first, end, self;
+    std::vector<int64_t> first, end;
     Scratch(const Attention& of)
         : queries(of.rows() * of.padded()), keys(of.are_few() ? 0 : of.padded() * kBlock),
           values(of.reads_values_in_place() ? 0 : kBlock * of.padded()), weights(of.rows() * kBlock), first(of.rows()),
-          end(of.rows()), self(of.rows()) {}
+          end(of.rows()) {}
   };
 
   void read_queries(Scratch& own, int64_t text, int64_t group) const {
     for (int64_t row = 0; row < rows(); ++row) {
       const Value* from = query.at(text, group * shared + row / width, row % width);
       for (int64_t d = 0; d < padded(); d += kLanes) store(&own.queries[row * padded() + d], Format::read(from + d, size - d));
-      limits(text, row, &own.first[row], &own.end[row], &own.self[row]);
+      limits(text, row, &own.first[row], &own.end[row]);
     }
   }
 
@@ -178,9 +175,7 @@ struct Attention {
     Lanes scores[kParts], most = all(kNever), sum = zeros();
     for (int part = 0; part < kParts; ++part) {
       const int64_t from = slot + part * kLanes;
-      const int64_t self = own.self[row] - from;
       seen[part] = first_lanes(own.end[row] - from) & ~first_lanes(own.first[row] - from);
-      seen[part] |= self >= 0 && self < kLanes ? 1u << self : 0;
       scores[part] = chosen(seen[part], multiply(load(stored + part * kLanes), factor), all(kNever));
       most = greater(most, scores[part]);
     }
@@ -268,8 +263,7 @@ struct Attention {
   }
 
   static bool sees(const Scratch& own, int64_t row, int64_t slot) {
-    const int64_t self = own.self[row] - slot;
-    return (own.first[row] < slot + kBlock && slot < own.end[row]) || (self >= 0 && self < kBlock);
+    return own.first[row] < slot + kBlock && slot < own.end[row];
   }
 
   // Divide by the sums of weights, after combining `chunks` results.
@@ -297,9 +291,9 @@ struct Attention {
   void range(int64_t text, int64_t* first, int64_t* end) const {
     *first = slots, *end = 0;
     for (int64_t row = 0; row < width; ++row) {
-      int64_t from, to, self;
-      limits(text, row, &from, &to, &self);
-      *first = std::min(*first, from), *end = std::max({*end, to, self + 1});
+      int64_t from, to;
+      limits(text, row, &from, &to);
+      *first = std::min(*first, from), *end = std::max(*end, to);
     }
     *first = *first / kBlock * kBlock;
   }
@@ -337,17 +331,16 @@ struct Attention {
 
 // Attend. Data, strides and sizes are those of queries, keys and values; the last stride of each is 1.
 extern "C" __attribute__((visibility("default"))) void sdtune_attend(
-    const void* const* data, const int64_t* const* strides, const int64_t* positions, int64_t position_stride,
-    int64_t own_offset, void* outputs, const int64_t* sizes, const int64_t* key_sizes, double scale, int64_t window,
-    int64_t precision) {
+    const void* const* data, const int64_t* const* strides, const int64_t* positions, int64_t position_stride, void* outputs,
+    const int64_t* sizes, const int64_t* key_sizes, double scale, int64_t window, int64_t precision) {
   with_format(Precision(precision), [&](auto format) {
     using Value = typename decltype(format)::Value;
     const auto states = [&](int i) {
       return States<Value>{(const Value*)data[i], {strides[i][0], strides[i][1], strides[i][2]}};
     };
     const int64_t heads = sizes[1];
-    Attention<decltype(format)>{states(0), states(1), states(2), positions, position_stride, own_offset, (Value*)outputs,
-                                sizes[0], heads, heads / key_sizes[1], sizes[2], key_sizes[2], sizes[3], window, (float)scale}.compute();
+    Attention<decltype(format)>{states(0), states(1), states(2), positions, position_stride, (Value*)outputs, sizes[0],
+                                heads, heads / key_sizes[1], sizes[2], key_sizes[2], sizes[3], window, (float)scale}.compute();
   });
 }
 
@@ -369,8 +362,7 @@ extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_
   SDTUNE_CHECK(aoti_torch_empty_strided(4, new_sizes, new_strides, dtype, aoti_torch_device_type_cpu(), 0, outputs));
   SDTUNE_CHECK(addresses(given, data));
   SDTUNE_CHECK(addresses({positions, *outputs}, others));
-  const int64_t position_rows = position_sizes[2], width = sizes[2];
-  sdtune_attend(data, strides, (const int64_t*)others[0], position_sizes[0] == 1 ? 0 : position_rows * width,
-                (position_rows - 1) * width, others[1], sizes, key_sizes, scale, window, int64_t(precision_of(dtype)));
+  sdtune_attend(data, strides, (const int64_t*)others[0], position_sizes[0] == 1 ? 0 : sizes[2], others[1], sizes, key_sizes,
+                scale, window, int64_t(precision_of(dtype)));
   return AOTI_TORCH_SUCCESS;
 }

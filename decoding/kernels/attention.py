@@ -25,7 +25,7 @@ ATTEND = CompiledFunction(
     "attention.cpp",
     "sdtune_attend",
     [
-        *(ctypes.POINTER(_POINTER), ctypes.POINTER(_POINTER), _POINTER, ctypes.c_int64, ctypes.c_int64),
+        *(ctypes.POINTER(_POINTER), ctypes.POINTER(_POINTER), _POINTER, ctypes.c_int64),
         *(_POINTER, _NUMBERS, _NUMBERS),
         *(ctypes.c_double, ctypes.c_int64, ctypes.c_int64),
     ],
@@ -34,25 +34,22 @@ ATTEND = CompiledFunction(
 
 @torch.library.custom_op("sdtune::attend", mutates_args=())
 def attend(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float, window: int) -> Tensor:
-    """Attend to the slots before each position, and to the query's own.
+    """Attend to the slots up to each position.
 
     `query` is [batch, heads, width, size]; `key` and `value` are [batch, key-value heads, num_slots, size], all of one
-    precision. `positions` [batch or 1, 1, 1 or 2, width] are the positions of the queries, in a second row
-    their own slots; without it they are the positions. `window` is the number of slots that each sees, or `ALL`. Return [batch,
-    width, heads, size].
+    precision. `positions` [batch or 1, 1, 1, width] are the slots of the queries. `window` is the number of slots that each
+    sees, or `ALL`. Return [batch, width, heads, size].
     """
     states = [each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value)]
     batch, heads, width, size = query.shape
     outputs = query.new_empty((batch, width, heads, size))
     strides = [_numbers(each.stride()) for each in states]
     positions = positions.contiguous()
-    num_rows = positions.shape[2]
     ATTEND(
         (ctypes.c_void_p * 3)(*(each.data_ptr() for each in states)),
         (ctypes.c_void_p * 3)(*map(ctypes.addressof, strides)),
         positions.data_ptr(),
-        0 if positions.shape[0] == 1 else num_rows * width,
-        (num_rows - 1) * width,
+        0 if positions.shape[0] == 1 else width,
         outputs.data_ptr(),
         _numbers(query.shape),
         _numbers(key.shape),

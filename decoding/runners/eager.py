@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -17,7 +17,6 @@ from decoding.runners.shared_pass import (
     RowInputs,
     Rows,
     compute_chains,
-    compute_in_window,
     compute_rows,
     split_chains,
     split_rows,
@@ -77,18 +76,13 @@ class EagerRunner:
         last_only: bool = False,
         states: Tensor | None = None,
         looks: bool = False,
-        positions: Sequence[int] | None = None,
     ) -> Outputs:
         """Run `part` on `token_ids` [1, width] in the slots from `start`.
 
         `last_only` restricts the logits to the last position. `states` are known states for parts that resume. `looks`
-        announces that the confidence of the logits will be read. `positions` in the sequence are given for a chain and
-        its side leaves only, which follow a prompt: ascending from `start` on the chain, then each leaf's. A token sees
-        the slots before its position, and itself.
+        announces that the confidence of the logits will be read.
         """
         width = token_ids.shape[1]
-        if positions is not None:
-            return self._run_tree(part, token_ids, cache, start, positions)
         if not last_only or width <= MAX_PASS_WIDTH:
             return self._run(part, token_ids, cache, start, last_only=last_only, states=states)
         tapped, logits = [], None
@@ -109,16 +103,6 @@ class EagerRunner:
         cache.cover(start, width)
         positions = torch.arange(start, start + width, device=token_ids.device)[None]
         outputs = part.compute(Inputs(token_ids, positions, cache, int(last_only), states))
-        return Outputs(outputs.logits[0], outputs.states)
-
-    def _run_tree(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, positions: Sequence[int]) -> Outputs:
-        """Run a chain and its leaves under a mask; raise `UnsupportedRunnerError` if the model's masks are unknown."""
-        width, device = token_ids.shape[1], token_ids.device
-        cache.cover(start, width)
-        slots, last = torch.arange(start, start + width, device=device), torch.tensor([width - 1], device=device)
-        at = torch.tensor(positions, device=device)
-        masks = self._known_masks().masks(slots, start + width, at)
-        outputs = compute_in_window(part, cache, token_ids, slots, last, slots[-1:], at[None], masks, fixed_shape=False)
         return Outputs(outputs.logits[0], outputs.states)
 
     def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
@@ -152,9 +136,7 @@ class EagerRunner:
 
     def _known_masks(self) -> MaskKinds:
         if self._mask_kinds is None:
-            raise UnsupportedRunnerError(
-                "the attention masks of this model are unknown: its sequences run one by one, as chains"
-            )
+            raise UnsupportedRunnerError("the attention masks of this model are unknown: its sequences run one by one")
         return self._mask_kinds
 
 

@@ -30,19 +30,11 @@ class MaskKinds:
         """Return the index of a layer's window in `kinds`."""
         return self.kinds.index(self.windows[layer])
 
-    def masks(self, slots: Tensor, num_slots: int, positions: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return one mask [batch, 1, width, num_slots] per kind.
-
-        `slots` are the slots of the pass, [width] or [batch, width]. In a tree's pass they are not the `positions` [width] in the
-        sequence: each query then sees the slots before its position, and its own.
-        """
-        keys = torch.arange(num_slots, device=slots.device)
-        own = slots[..., None]
-        last = own if positions is None else positions[..., None]
-        causal = keys <= own if positions is None else (keys < last) | (keys == own)
-        return tuple(
-            self.formed(causal if window is None else causal & (keys > last - window)) for window in self.kinds
-        )
+    def masks(self, slots: Tensor, num_slots: int) -> tuple[Tensor, ...]:
+        """Return one mask [batch, 1, width, num_slots] per kind; `slots` are those of the pass, [width] or [batch, width]."""
+        keys, own = torch.arange(num_slots, device=slots.device), slots[..., None]
+        causal = keys <= own
+        return tuple(self.formed(causal if window is None else causal & (keys > own - window)) for window in self.kinds)
 
     def formed(self, allowed: Tensor) -> Tensor:
         """Return the mask [batch, 1, width, num_slots] of what is `allowed`, [width, num_slots] or with a batch before."""
@@ -57,8 +49,6 @@ class Positions(MaskKinds):
 
     reads_all = True
 
-    def masks(self, slots: Tensor, num_slots: int, positions: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return the positions [batch, 1, 1, width] once per kind, or positions and slots [1, 1, 2, width] of a tree's pass."""
-        if positions is not None:
-            return (torch.stack([positions, slots])[None, None],) * len(self.kinds)
+    def masks(self, slots: Tensor, num_slots: int) -> tuple[Tensor, ...]:
+        """Return the positions [batch, 1, 1, width] once per kind."""
         return (slots[None, None, None] if slots.ndim == 1 else slots[:, None, None],) * len(self.kinds)

@@ -12,7 +12,7 @@ the same.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
@@ -38,7 +38,6 @@ from decoding.runners.shared_pass import (
     compute_rows,
     split_chains,
     split_rows,
-    staged,
 )
 from decoding.runners.tape import Tapes
 
@@ -173,13 +172,12 @@ class StaticRunner(EagerRunner):
         last_only: bool = False,
         states: Tensor | None = None,
         looks: bool = False,
-        positions: Sequence[int] | None = None,
     ) -> Outputs:
-        """Run a pass in a fixed shape; one shape per width serves every tree. No later pass changes the outputs."""
+        """Run a pass in a fixed shape. No later pass changes the outputs."""
         width = token_ids.shape[1]
         exact_width = self.exact_width if part.is_whole else None
         if start == 0 or width > (exact_width or self.buckets.widest):
-            return super().run(part, token_ids, cache, start, last_only=last_only, states=states, positions=positions)
+            return super().run(part, token_ids, cache, start, last_only=last_only, states=states)
         cache.cover(start, width)
         looks = looks and self._recorder is not None
         if exact_width:
@@ -195,13 +193,10 @@ class StaticRunner(EagerRunner):
                 last_only and bucket > 1,
                 states is not None,
                 looks=looks,
-                is_tree=positions is not None,
                 only_best=cache.only_best,
             )
         buffers = self._buffers(cache, shape.width)
         buffers.fill(token_ids, start, states)
-        if positions is not None:
-            buffers.fill_positions(positions)
         outputs = self._prepared_pass(part, cache, shape, self._compute)
         kept = None if outputs.states is None else outputs.states[..., :width, :].clone()
         return outputs.of_row(0, 1 if shape.last_only else width, kept, last_only=last_only)
@@ -312,13 +307,12 @@ class StaticRunner(EagerRunner):
     def _compute(self, part: Part, cache: KVCache, shape: _Shape) -> Outputs:
         buffers = self._buffers(cache, shape.width)
         states = buffers.states if shape.resumes else None
-        positions = buffers.positions if shape.is_tree else None
         token_ids, last = buffers.token_ids, buffers.last
-        outputs = self._compute_at(part, cache, shape, token_ids, buffers.slots(), last, states, positions)
+        outputs = self._compute_at(part, cache, shape, token_ids, buffers.slots(), last, states)
         if self._recorder is None:
             return outputs
-        # Recorded with the pass, this costs the host nothing. Trees are judged outside: their shape is data of the round.
-        drafted = part.verifies and shape.width > 1 and not shape.last_only and not shape.is_tree
+        # Recorded with the pass, this costs the host nothing.
+        drafted = part.verifies and shape.width > 1 and not shape.last_only
         return judged(outputs, token_ids, last, drafted=drafted, looks=shape.looks)
 
     def _compute_chain(self, part: Part, cache: KVCache, shape: _Shape) -> Written:
@@ -340,11 +334,9 @@ class StaticRunner(EagerRunner):
         slots: Tensor,
         last: Tensor,
         states: Tensor | None = None,
-        positions: Tensor | None = None,
     ) -> Outputs:
-        last_slot, masks = slots.index_select(0, last), self._forms.masks(slots, shape.num_slots, positions)
-        if positions is None:
-            positions = torch.minimum(slots, last_slot)  # padding has the last token's position
+        last_slot, masks = slots.index_select(0, last), self._forms.masks(slots, shape.num_slots)
+        positions = torch.minimum(slots, last_slot)  # padding has the last token's position
         kept = last if shape.last_only else 0
         return compute_in_window(
             part,
@@ -395,8 +387,6 @@ class _Shape:
     """Number of tokens that the pass generates, one position each; 1 in a pass that returns logits."""
     looks: bool = False
     """True if the pass computes the confidence of its logits."""
-    is_tree: bool = False
-    """True if the positions in the sequence are given, as they are not those of the slots."""
     only_best: bool = False
     """See `KVCache.only_best`."""
 
@@ -407,8 +397,6 @@ class _Buffers:
     def __init__(self, width: int, device: torch.device) -> None:
         self.token_ids = torch.zeros((1, width), dtype=torch.long, device=device)
         self.last = torch.zeros(1, dtype=torch.long, device=device)
-        self.positions = torch.zeros(width, dtype=torch.long, device=device)
-        """Positions in the sequence of a tree's pass."""
         self._width = 1
         """Number of positions without padding in the latest pass."""
         self.states: Tensor | None = None
@@ -428,11 +416,6 @@ class _Buffers:
                 with torch.inference_mode(False):
                     self.states = states.new_zeros((*states.shape[:-2], self._steps.shape[0], states.shape[-1]))
             self.states[..., : states.shape[-2], :] = states
-
-    def fill_positions(self, positions: Sequence[int]) -> None:
-        """Copy the positions of a tree's pass; padding has the first one, which any pass may have."""
-        padding = [positions[0]] * (len(self._steps) - len(positions))
-        self.positions.copy_(staged([*positions, *padding], self.positions.device))
 
     def slots(self) -> Tensor:
         """Return the slots [width] that the pass writes."""

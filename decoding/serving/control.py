@@ -160,7 +160,7 @@ class _ControlledDrafter(Drafter):
     """A drafter that proposes nothing while `drafts()` is false; its rounds are those of plain decoding then."""
 
     def __init__(self, drafter: Drafter, drafts: Callable[[], bool]) -> None:
-        self._drafter, self._drafts, self.tree = drafter, drafts, drafter.tree
+        self._drafter, self._drafts = drafter, drafts
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         if self._drafts():

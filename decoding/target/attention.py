@@ -106,11 +106,10 @@ def kernel_attention(
 
 
 def _mask_of(positions: Tensor, num_slots: int, window: int) -> Tensor:
-    """Return the mask [batch, 1, width, num_slots] for `positions` [batch, 1, 1 or 2, width], as `attend` takes them."""
-    slots = torch.arange(num_slots, device=positions.device)
-    last, own = positions[:, :, 0, :, None], positions[:, :, -1, :, None]
-    seen = (slots < last) | (slots == own)
-    return seen if window == ALL else seen & (slots > last - window)
+    """Return the mask [batch, 1, width, num_slots] for `positions` [batch, 1, 1, width], as `attend` takes them."""
+    slots, own = torch.arange(num_slots, device=positions.device), positions[:, :, 0, :, None]
+    seen = slots <= own
+    return seen if window == ALL else seen & (slots > own - window)
 
 
 AttentionInterface.register(GROUPED, grouped_attention)

@@ -250,38 +250,6 @@ def _passes_of_two(
     return passes, expected
 
 
-LEAVES = (0, 0, 2)
-"""Depths of the side leaves that are compared, beside a chain of `TOKENS_AFTER - 1` tokens."""
-
-
-@torch.inference_mode()
-def find_tree_difference(target: Target) -> str | None:
-    """Return why the target cannot verify side leaves, or None.
-
-    The tokens of a chain and each leaf must get the logits that they get as the end of a sequence of their own.
-    """
-    length, most = PROMPT_TOKENS + TOKENS_AFTER, TOKENS_AFTER + len(LEAVES)
-    for seed, which in enumerate(RUNS):
-        stream = torch.Generator().manual_seed(seed)
-        ids = torch.randint(target.config.vocab_size, (1, length + len(LEAVES)), generator=stream).to(target.device)
-        start, cache = PROMPT_TOKENS - seed, target.new_cache(length + most)
-        target.forward(ids[:, :start], cache, 0)
-        tree = torch.cat([ids[:, start : start + TOKENS_AFTER], ids[:, length:]], dim=1)
-        positions = [*range(start, start + TOKENS_AFTER), *(start + 1 + depth for depth in LEAVES)]
-        try:
-            found = target.run(target.whole, tree, cache, start, positions=positions).logits
-        except FAILURES:
-            return f"its attention takes no mask that hides side branches from one another{which}"
-        chain = _logits(target, ids, [TOKENS_AFTER], start)
-        if not agree(found[:TOKENS_AFTER], chain):
-            return f"a drafted chain gets different logits with leaves beside it{which}"
-        for index, depth in enumerate(LEAVES):
-            alone = torch.cat([ids[:, : start + 1 + depth], ids[:, length + index : length + index + 1]], dim=1)
-            if not agree(found[TOKENS_AFTER + index], _logits(target, alone, [depth + 2], start)[-1]):
-                return f"a leaf gets different logits than in a sequence of its own{which}"
-    return None
-
-
 def agree(a: Tensor, b: Tensor) -> bool:
     """Return True if two computations of the same logits are equal up to rounding."""
     return bool((a.float() - b.float()).abs().max() <= _tolerance(a.dtype) * b.float().abs().max().clamp_min(1e-6))

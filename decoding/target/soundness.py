@@ -20,7 +20,7 @@ from decoding.cache.kv_cache import KVCache
 from decoding.errors import ProfileWarning, UnsupportedModelError, UnsupportedRequestError
 from decoding.runners.eager import EagerRunner
 from decoding.target.anatomy import Anatomy, follow, refusing, run_two_tokens
-from decoding.target.equivalence import agree, find_tree_difference
+from decoding.target.equivalence import agree
 from decoding.target.parts import with_blocks, without
 from decoding.target.views import DraftView, ResumeView
 
@@ -211,24 +211,6 @@ class Checks:
         """The model with the plain runner, for checks that no other runner need prepare for."""
         target = self._target
         return target if type(target.runner) is EagerRunner else self._once("plain", lambda: type(target)(target.model))
-
-    @property
-    def takes_trees(self) -> bool:
-        """True if side leaves can be verified."""
-        return self._once("trees", self._treeless_reason) is None
-
-    def trees(self) -> None:
-        """Raise `UnsupportedModelError` if the model or its runner cannot verify side leaves."""
-        if (reason := self._once("trees", self._treeless_reason)) is not None:
-            raise UnsupportedModelError(f"{type(self._target.model).__name__} takes no candidate tree: {reason}")
-
-    def _treeless_reason(self) -> str | None:
-        target = self._target
-        if target.mask_kinds is None:
-            return str(target.maskless_reason)
-        if target.runner.exact_width is not None:
-            return "bit-exact passes verify chains only"
-        return find_tree_difference(target)
 
     def cache(self) -> None:
         """Raise `UnsupportedModelError` unless passes over a cache, also after a rollback, compute what one pass does."""

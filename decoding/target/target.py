@@ -185,17 +185,11 @@ class Target:
         last_only: bool = False,
         states: Tensor | None = None,
         looks: bool = False,
-        positions: Sequence[int] | None = None,
     ) -> Outputs:
-        """Run a pass; see `EagerRunner.run`. A sequence in lockstep waits for the others' passes (`decoding.lockstep`).
-
-        It has no side leaves, whose `positions` would be given.
-        """
+        """Run a pass; see `EagerRunner.run`. A sequence in lockstep waits for the others' passes (`decoding.lockstep`)."""
         if cache.company is not None:
             return cache.company.run(part, PassRequest(token_ids, cache, start, last_only, states, looks))
-        return self.runner.run(
-            part, token_ids, cache, start, last_only=last_only, states=states, looks=looks, positions=positions
-        )
+        return self.runner.run(part, token_ids, cache, start, last_only=last_only, states=states, looks=looks)
 
     def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
         """Draft greedily; see `EagerRunner.write_greedily`. Sequences in lockstep draft together, as far as each wants to."""

@@ -177,10 +177,9 @@ class TappedView:
         start: int,
         *,
         last_only: bool = False,
-        positions: Sequence[int] | None = None,
     ) -> Outputs:
         """Run `token_ids` [1, width] as `EagerRunner.run` does; the outputs' states [.., width, hidden] are the boundary's."""
-        return self._run(self._part, token_ids, cache, start, last_only=last_only, positions=positions)
+        return self._run(self._part, token_ids, cache, start, last_only=last_only)
 
 
 class ExitView:

@@ -124,7 +124,7 @@ class _RoundBench:
         for _ in range(num_sequences):
             passage = torch.randint(target.config.vocab_size, (prompt_length // 2 + 1,), generator=stream).tolist()
             texts.append((passage * 2)[: prompt_length + 1])
-        capacity = prompt_length + 1 + longest + drafter.max_leaves
+        capacity = prompt_length + 1 + longest
         self._batch = PromptedBatch(target, texts, prompt_length, capacity, drafter.prefill)
 
     def sweep(self) -> list[_Timed]:

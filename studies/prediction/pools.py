@@ -10,14 +10,11 @@ from collections.abc import Iterable, Sequence
 
 from decoding.drafts import (
     BitWidth,
-    CandidateTree,
     Draft,
     FirstLookup,
-    FixedLeaves,
     LayerSkip,
     Lookup,
     PromptLookup,
-    SizedLeaves,
     SuffixDraft,
     SuffixLookup,
 )
@@ -37,15 +34,6 @@ CHECKED = tuple((5, fewest, direct) for fewest in (1, 2) for direct in (3, 4))
 """Longest and shortest n-gram, and the shortest whose copy is verified at once, of the lookups whose copies the draft checks."""
 NUM_WITH_LOOKUPS = 2
 """Number of drafts that lookups are tried before."""
-LEAVES = (1, 2, 4)
-GAINS = (1.0, 2.0)
-"""Sizes of trees that are tried: numbers of leaves at each depth, and expected gains of a leaf over its price."""
-LEAST_TREE_GAIN = 0.02
-"""Least predicted gain over the chain for which a tree is worth a trial."""
-LEAST_LEAF_GAIN = 0.005
-"""Least expected gain of a leaf where a position seems to cost nothing."""
-WIDTHS_OF_PRICE = (4, 8)
-"""Drafted tokens between which the price of a verified position is read off the cost table."""
 LEAST_AGREEMENT = 0.6
 """Share of positions at which the whole model in a precision must agree with the target. Rounding adds to the harm of a skip, so
 that no other draft in that precision agrees more."""
@@ -112,35 +100,6 @@ def from_fewer_ids(predictor: Predictor, draft: Draft, below: int | None) -> Dra
     return predictor.best_first([draft, fewer])[0].draft
 
 
-def with_trees(predictor: Predictor, drafts: Iterable[Draft]) -> list[Draft]:
-    """Return each of `drafts` with the side leaves that promise most, where these promise `LEAST_TREE_GAIN` more than its chain.
-
-    The price of a verified position is read off the cost table; each draft takes one more recording.
-    """
-    if not predictor.takes_trees:
-        return []
-    chosen = list[Draft]()
-    for draft in (each for each in drafts if "tree" in each.takes):
-        best = best_with_tree(predictor, draft)
-        if best.speedup >= predictor.best(draft).speedup * (1 + LEAST_TREE_GAIN):
-            chosen.append(best.draft)
-    return chosen
-
-
-def best_with_tree(predictor: Predictor, draft: Draft) -> Prediction:
-    """Return the prediction of a chain with the side leaves that promise most, whether or not they pay."""
-    least = max(_price_of_position(predictor) * predictor.best(draft).speedup, LEAST_LEAF_GAIN)
-    trees: list[CandidateTree] = [FixedLeaves(leaves=leaves) for leaves in LEAVES]
-    trees += [SizedLeaves(least_gain=round(min(factor * least, 1.0), 4)) for factor in GAINS]
-    return predictor.best_first(draft.having(tree=tree) for tree in trees)[0]
-
-
-def _price_of_position(predictor: Predictor) -> float:
-    """Return the cost of another verified position beside a draft of a few tokens, in plain passes."""
-    fewer, more = WIDTHS_OF_PRICE
-    return (predictor.whole.verify_cost(more) - predictor.whole.verify_cost(fewer)) / (more - fewer)
-
-
 def is_same(one: Draft, other: Draft, num_layers: int) -> bool:
     """Return whether two drafts skip the same sublayers in one precision; an exit without a head is a skip set too."""
     return _distance(one, other, num_layers) == 0
@@ -157,13 +116,8 @@ def _distance(one: Draft, other: Draft, num_layers: int) -> float:
 
 
 def _skipped(draft: Draft, num_layers: int) -> set[tuple[str, int]] | None:
-    """Return the sublayers skipped by a draft without head, lookup and tree; None for any other draft."""
-    if (
-        not draft.runs_model
-        or draft.trained_head is not None
-        or draft.parts.lookup is not None
-        or draft.parts.tree is not None
-    ):
+    """Return the sublayers skipped by a draft without head and lookup; None for any other draft."""
+    if not draft.runs_model or draft.trained_head is not None or draft.parts.lookup is not None:
         return None
     skip = draft.skipped(num_layers)
     return {("attention", index) for index in skip.skip_attention} | {("mlp", index) for index in skip.skip_mlp}

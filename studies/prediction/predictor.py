@@ -25,7 +25,6 @@ from studies.prediction.replay import (
     LookupReplay,
     Recording,
     Replayed,
-    TreeReplay,
     batches_of,
     replay,
     replay_copies,
@@ -88,11 +87,11 @@ class Predictor:
         return LockstepBatches(tuple(batches_of(self.survey.indices, self._batch_size).values()))
 
     def costs(self, draft: Draft) -> RoundCosts:
-        """Return the costs of a draft's rounds, without the lookup before it and the leaves beside it.
+        """Return the costs of a draft's rounds, without the lookup before it.
 
         Raises ValueError for a draft that runs no part of the target.
         """
-        draft = draft.having(lookup=None, tree=None)
+        draft = draft.having(lookup=None)
         if draft not in self._costs:
             self._costs[draft] = self._table.round_costs(
                 draft,
@@ -107,11 +106,6 @@ class Predictor:
         """Costs of rounds of copied tokens: without states of a prefix, the whole target verifies."""
         return RoundCosts(draft_step=COPYING, verify=self.costs(LayerSkip()).verify)
 
-    @property
-    def takes_trees(self) -> bool:
-        """True if rounds may have side leaves: sequences in lockstep decode chains."""
-        return self._lockstep is None
-
     def record(self, drafts: Iterable[Draft]) -> None:
         """Record the drafts that are predicted from recordings; in one call, exits share a pass."""
         self.survey.record_all(draft.having(lookup=None) for draft in drafts if predictor_of(draft).is_recorded)
@@ -123,27 +117,22 @@ class Predictor:
         return self._known[draft, rule]
 
     def replay_recordings(self, draft: Draft, rule: DraftLengthRule) -> Prediction:
-        """Return the prediction of a recorded draft: `rule` is replayed on its distributions, after the lookup if it has one.
-
-        In lockstep a draft with a tree is predicted as the chain that it is there.
-        """
-        tree = None if self._lockstep else draft.parts.tree
-        recordings = self.survey.record(draft.having(lookup=None, tree=tree))
+        """Return the prediction of a recorded draft: `rule` is replayed on its distributions, after the lookup if it has one."""
+        recordings = self.survey.record(draft.having(lookup=None))
         lookup = None
         if (first := draft.parts.lookup) is not None:
             copies = self._copies_of(first, partial(look_up, source=first), first.max_tokens)
             lookup = LookupReplay(copies, first.max_tokens, self.whole, self._checked(draft, first))
         lockstep = self._lockstep.of_draft(draft, self._decoding) if self._lockstep else None
         max_drafted = self.survey.target.max_drafted
-        leaves = None if tree is None else TreeReplay(tree, not self._decoding.temperature, self.whole)
-        replayed = replay(rule, recordings, self.costs(draft), lookup, lockstep, max_drafted=max_drafted, tree=leaves)
+        replayed = replay(rule, recordings, self.costs(draft), lookup, lockstep, max_drafted=max_drafted)
         return self._prediction(draft, rule, recordings, replayed)
 
     def _checked(self, draft: Draft, first: FirstLookup) -> LookupReplay | None:
         """Return the copies that a draft checks; None if it does not."""
         if not first.checks_copies or self._lockstep is not None:
             return None
-        if self._decoding.temperature or draft.trained_head is not None or draft.parts.tree is not None:
+        if self._decoding.temperature or draft.trained_head is not None:
             return None
         assert isinstance(first, Lookup), "the kind of lookup whose copies are checked"
         copies = self._copies_of((first, "checked"), partial(_look_up_any, source=first), first.max_tokens)
@@ -179,7 +168,7 @@ class Predictor:
         """Return an estimate of the best prediction of `draft`: its own costs, but the recordings of `recorded`.
 
         It takes no pass. Of the drafts that skip the same sublayers in one precision it gives the order, since what rounding the
-        weights does to the acceptance is nearly the same for each (our formulation). Neither has a lookup or a tree.
+        weights does to the acceptance is nearly the same for each (our formulation). Neither has a lookup.
         """
         if (draft, recorded) not in self._borrowing:
             recordings = self.survey.record(recorded)

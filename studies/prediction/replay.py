@@ -22,7 +22,6 @@ from torch import Tensor
 
 from decoding.draft_length import Controller, CostAwareRule, Decision, DraftDistribution, DraftLengthRule, RoundCosts
 from decoding.drafts import Draft
-from decoding.drafts.trees import MOST_PER_DEPTH, CandidateTree, SeenDepth
 from decoding.profile import Decoding
 
 
@@ -58,18 +57,6 @@ class TargetText:
         return len(self.most_likely)
 
 
-class Beside(NamedTuple):
-    """The candidates of a draft at one position, as a tree of side leaves takes them."""
-
-    ranked: tuple[float, ...]
-    """The highest probabilities of the draft, in descending order."""
-    num_needed: int
-    """Number of leaves of which one would be accepted after the chain's token was rejected; `NO_LEAF` if none would."""
-
-
-NO_LEAF = MOST_PER_DEPTH + 1
-
-
 @dataclass(frozen=True)
 class Recording:
     """One sequence as a draft saw it, from the token after the prefill's on; one entry per position."""
@@ -79,8 +66,6 @@ class Recording:
     seen: tuple[_Seen, ...]
     acceptance: float
     """Mean over the positions of sum over v of min(p, q)."""
-    beside: tuple[Beside, ...] = ()
-    """The candidates beside the chain; empty unless they were asked for."""
 
     @property
     def agreement(self) -> float:
@@ -100,7 +85,6 @@ class Recording:
         decoding: Decoding = Decoding(),
         *,
         seed: int = 0,
-        with_candidates: bool = False,
     ) -> Recording:
         """Return the recording of draft logits [positions, vocabulary] against the target's distributions.
 
@@ -113,43 +97,7 @@ class Recording:
         matches = draws(len(overlap), seed) < overlap.cpu() if decoding.temperature else greedy
         entropy = torch.special.entr(q).sum(dim=-1)
         seen = zip(q.amax(dim=-1).tolist(), entropy.tolist(), strict=True)
-        beside = _beside(target, q, decoding, seed) if with_candidates else ()
-        return cls(tuple(matches.tolist()), tuple(_Seen(*pair) for pair in seen), float(overlap.mean()), beside)
-
-
-def _beside(target: TargetText, q: Tensor, decoding: Decoding, seed: int) -> tuple[Beside, ...]:
-    """Return the candidates at each position, from the draft's distributions `q` [positions, vocabulary].
-
-    A greedy leaf is accepted if it is the target's most likely token. At a temperature the leaves are taken to be the tokens that
-    the draft ranks highest, which sampled ones need not be, and the accepting one is drawn with `seed`.
-    """
-    ranked = q.topk(min(1 + MOST_PER_DEPTH, q.shape[-1]), dim=-1)
-    if decoding.temperature:
-        luck = draws(len(q), seed + 1)[:, None].to(q.device)
-        needed = 1 + (_shares_of_leaves(target.probabilities.float(), q, ranked.indices) <= luck).sum(dim=-1)
-    else:
-        of_target = q.gather(1, target.most_likely[:, None])
-        needed = (q > of_target).sum(dim=-1).clamp(1, NO_LEAF)
-    return tuple(map(Beside, map(tuple, ranked.values.tolist()), needed.tolist()))
-
-
-def _shares_of_leaves(p: Tensor, q: Tensor, ranked: Tensor) -> Tensor:
-    """Return the probability [positions, `MOST_PER_DEPTH`] that one of the first 1, 2 ... leaves is accepted after a rejection.
-
-    Each leaf meets what earlier rejections have left of `p` and `q` [positions, vocabulary]; `q` is taken to lose the `ranked`
-    tokens.
-    """
-    shares, missed = list[Tensor](), torch.ones_like(p[:, 0])
-    for column in ranked.split(1, dim=-1)[:MOST_PER_DEPTH]:
-        p = _normalised((p - q).clamp_min(0.0))
-        q = _normalised(q.scatter(1, column, 0.0))
-        missed = missed * (1 - torch.minimum(p, q).sum(dim=-1))
-        shares.append(1 - missed)
-    return torch.stack(shares, dim=-1)
-
-
-def _normalised(values: Tensor) -> Tensor:
-    return values / values.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(values.dtype).tiny)
+        return cls(tuple(matches.tolist()), tuple(_Seen(*pair) for pair in seen), float(overlap.mean()))
 
 
 def draws(count: int, seed: int) -> Tensor:
@@ -207,8 +155,6 @@ class ReplayedRound(NamedTuple):
     looked_up: bool = False
     widening: float = 0.0
     """Cost of checking several tokens in a draft pass beyond that of single ones, in draft steps."""
-    num_leaves: int = 0
-    """Side leaves, verified with the drafts by the whole target; none in lockstep, where rounds are chains."""
 
 
 class Asked(NamedTuple):
@@ -257,14 +203,11 @@ class LockstepBatches:
 def cost_unbatched(step: ReplayedRound, costs: RoundCosts, copied: RoundCosts | None) -> float:
     """Return the cost of a round of a single sequence, in plain passes.
 
-    `copied` holds the costs of rounds that the whole target verifies: those copied by the lookup before the draft, and those with
-    side leaves. None if the lookup is the draft.
+    `copied` holds the costs of rounds that the whole target verifies: those copied by the lookup before the draft. None if the
+    lookup is the draft.
     """
     if step.looked_up:
         return _cost_of_copy(step, costs, copied)
-    if step.num_leaves:
-        assert copied is not None, "given with a tree"
-        return copied.verify_cost(step.num_drafted + step.num_leaves) + step.num_passes * costs.draft_step
     passes = step.num_passes - step.num_drafted + step.widening
     return costs.of(step.num_drafted) + passes * costs.draft_step
 
@@ -330,24 +273,6 @@ class LookupReplay:
         return Guessed(min(copy.num_right, num_tokens), num_tokens)
 
 
-@dataclass(frozen=True)
-class TreeReplay:
-    """Side leaves beside the drafts of a replay, whose recordings must hold the candidates."""
-
-    tree: CandidateTree
-    is_greedy: bool
-    verify: RoundCosts
-    """Costs of passes of the whole target; the draft step is not used."""
-
-    def of_round(self, recording: Recording, start: int, num_drafted: int, num_accepted: int) -> tuple[int, bool]:
-        """Return the number of leaves of a round at position `start`, and whether one of them is accepted."""
-        beside = [recording.beside[start + number] for number in range(num_drafted)]
-        # The probability of the chain's token: of the likeliest one, which a sampled chain need not take.
-        counts = self.tree.counts([SeenDepth(each.ranked[0], each.ranked) for each in beside], is_greedy=self.is_greedy)
-        found = num_accepted < num_drafted and beside[num_accepted].num_needed <= counts[num_accepted]
-        return sum(counts), found
-
-
 def replay(
     rule: DraftLengthRule,
     recordings: Sequence[Recording],
@@ -356,21 +281,19 @@ def replay(
     lockstep: LockstepBatches | None = None,
     *,
     max_drafted: int | None = None,
-    tree: TreeReplay | None = None,
 ) -> Replayed:
     """Replay `rule` over the recorded sequences, each with a fresh controller unless the rule is persistent.
 
     The rule is not asked about rounds that `lookup` drafts. With `lockstep`, its batches share passes and `costs` are the costs of
     batched passes; without it, each sequence is decoded by itself. `max_drafted` is the most tokens that a verification
-    can take, if limited. A `tree` looks at every distribution, and is for sequences by themselves.
+    can take, if limited.
     """
 
     def rounds(controller: Controller, text: int) -> Iterator[ReplayedRound]:
-        return _rounds(controller, recordings[text], lookup, text, max_drafted, tree)
+        return _rounds(controller, recordings[text], lookup, text, max_drafted)
 
     lengths = [len(recording.matches) for recording in recordings]
-    whole = tree.verify if tree else lookup.verify if lookup else None
-    return _replay(rule, lengths, rounds, costs, whole, lockstep, looks=tree is not None)
+    return _replay(rule, lengths, rounds, costs, lookup.verify if lookup else None, lockstep)
 
 
 def replay_copies(
@@ -399,8 +322,6 @@ def _replay(
     costs: RoundCosts,
     copied: RoundCosts | None,
     lockstep: LockstepBatches | None,
-    *,
-    looks: bool = False,
 ) -> Replayed:
     """Return the replay of sequences with these lengths and rounds; for `copied` see `cost_unbatched`."""
     if isinstance(rule, CostAwareRule):
@@ -423,7 +344,7 @@ def _replay(
             if not rule.persistent or row not in controllers:
                 controllers[row] = rule.controller()
             texts.append(counted(rounds_of(controllers[row], text)))
-        paid = costs.looking() if looks or controllers[0].looks_at_drafts else costs
+        paid = costs.looking() if controllers[0].looks_at_drafts else costs
         if len(texts) == 1:
             cost = sum(cost_unbatched(step, paid, copied) for step in texts[0])
         else:
@@ -442,28 +363,25 @@ def _rounds(
     lookup: LookupReplay | None,
     text: int,
     max_drafted: int | None,
-    tree: TreeReplay | None,
 ) -> Iterator[ReplayedRound]:
     position, end = 0, len(recording.matches)
     while position < end:
         room = _room(end - position, max_drafted)
         copy = None if lookup is None else lookup.at(text, position, room)
         if copy is not None:
-            step, leaf = ReplayedRound(copy.num_tokens, 0, copy.num_right, looked_up=True), False
+            step = ReplayedRound(copy.num_tokens, 0, copy.num_right, looked_up=True)
         else:
             checked = None if lookup is None or controller.looks_at_drafts else lookup.checked
             if checked is not None:
-                step, leaf = _checked_round(controller, recording, text, position, room, checked), False
+                step = _checked_round(controller, recording, text, position, room, checked)
             else:
-                step, leaf = _drafted_round(controller, recording, position, room, tree)
+                step = _drafted_round(controller, recording, position, room)
         yield step
-        position += step.num_accepted + 1 + leaf
+        position += step.num_accepted + 1
 
 
-def _drafted_round(
-    controller: Controller, recording: Recording, position: int, room: int, tree: TreeReplay | None
-) -> tuple[ReplayedRound, bool]:
-    """Return a round that the rule steers, and whether a side leaf was accepted in it."""
+def _drafted_round(controller: Controller, recording: Recording, position: int, room: int) -> ReplayedRound:
+    """Return a round that the rule steers."""
     limit = min(controller.limit(), room)
     num_drafted = num_passes = num_accepted = 0
     decision = Decision.CONTINUE
@@ -475,8 +393,7 @@ def _drafted_round(
     while num_accepted < num_drafted and recording.matches[position + num_accepted]:
         num_accepted += 1
     controller.observe(num_drafted, num_accepted)
-    num_leaves, found = tree.of_round(recording, position, num_drafted, num_accepted) if tree else (0, False)
-    return ReplayedRound(num_drafted, num_passes, num_accepted, num_leaves=num_leaves), found
+    return ReplayedRound(num_drafted, num_passes, num_accepted)
 
 
 def _checked_round(

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from decoding.cache.known_prompt import KnownPrompt
 from decoding.cache.kv_cache import KVCache
 from decoding.cache.rounds_cache import MemoryLimits, RoundsCache
-from decoding.drafts import Draft, EarlyExit, FixedLeaves, LayerSkip
+from decoding.drafts import Draft, EarlyExit, LayerSkip
 from decoding.drafts.history import RequestHistory
-from decoding.drafts.trees import MOST_PER_DEPTH
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import DraftView, ExitHead, Target
@@ -35,7 +34,6 @@ from studies.prediction.replay import Copies, Guessed, Recording, TargetText, dr
 
 DEPTH = 4
 """Tokens per recorded round: the usual draft length, so that a draft reads as many of its own keys as in decoding."""
-LARGEST = FixedLeaves(leaves=MOST_PER_DEPTH)
 
 Guess = Callable[[TokenSequence, int], list[int] | None]
 """Maps a sequence and `num_tokens` to one to that many tokens after it, or to None; runs no model."""
@@ -136,11 +134,7 @@ class Survey:
 
     @torch.inference_mode()
     def record_all(self, drafts: Iterable[Draft]) -> list[list[Recording]]:
-        """Return the recordings of each draft; one pass over a sequence serves as many exits among them as fit in memory.
-
-        Drafts that differ in their trees share one recording, with the candidates of the largest tree.
-        """
-        drafts = [draft if draft.parts.tree is None else draft.having(tree=LARGEST) for draft in drafts]
+        """Return the recordings of each draft; one pass over a sequence serves as many exits among them as fit in memory."""
         missing = [draft for draft in dict.fromkeys(drafts) if draft not in self._recordings]
         for group in self._groups(missing):
             self._keep_states(exits_of(group))
@@ -152,7 +146,6 @@ class Survey:
                         logits,
                         self._decoding,
                         seed=self._seed + index,
-                        with_candidates=draft.parts.tree is not None,
                     )
                     for index, (text, logits) in enumerate(zip(self._texts, drafted, strict=True))
                 ]

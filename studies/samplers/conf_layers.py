@@ -11,13 +11,11 @@ Differences from that code, each for a reason:
 * Windows come from continuations that were decoded before the search. Theirs come from the sequence being decoded, so the search
   belongs to one request and never resumes.
 * A set that is too small is selected again from the same confidences; theirs are read anew, one round later.
-* Drafts are chains, unless the setting `tree` asks for the authors' candidate tree. On a device where a verified position is
-  expensive its 2 to 9 leaves at each depth cost more than they gain.
+* Drafts are chains. Theirs have 2 to 9 candidates at each depth, which did not pay in any measurement of ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +24,7 @@ from optuna.trial import BaseTrial, FrozenTrial
 from pydantic import Field
 
 from decoding.draft_length import AnyRule, TopProbability
-from decoding.drafts import LayerSkip, PublishedLeaves, compact_indices
+from decoding.drafts import LayerSkip, compact_indices
 from decoding.target import Target
 from studies.confidence.confidences import MAX_WINDOW, ConfidenceName, Excerpt, joint_scores
 from studies.confidence.selection import LAMBDA_STEP, Form, LambdaSchedule, Selection, growth_cap
@@ -41,10 +39,8 @@ MOST_MOVES = (
 )
 MAX_TEXTS = 8  # ours: continuations that one iteration reads at most, where no set is large enough
 
-CHAIN_ONLY = (
-    "chain only: the authors also verify side leaves of the draft (candidate tree), which the setting `tree` turns on"
-)
-"""Remark beside results of ConfLayers without its tree."""
+CHAIN_ONLY = "chain only: the authors' code also verifies further candidates at each depth of the draft"
+"""Remark beside results of ConfLayers."""
 
 
 class ConfLayersSettings(StudySettings):
@@ -78,7 +74,6 @@ class ConfLayersSettings(StudySettings):
     window_growth_cap: int | None = Field(
         None, ge=0, description="cap of A in the adaptive threshold; default: L // 3 for Qwen models, as in the code"
     )
-    tree: bool = Field(False, description="verify the authors' candidate tree instead of the drafted chain alone")
     draft_length: AnyRule = Field(
         default_factory=lambda: TopProbability(threshold=0.8, max_tokens=25),
         description="draft-length rule that every skip set is measured with",
@@ -86,7 +81,7 @@ class ConfLayersSettings(StudySettings):
 
     def check(self, target: Target) -> None:
         """See `check_target`."""
-        check_target(target, tree=self.tree)
+        check_target(target)
 
 
 @dataclass(frozen=True)
@@ -102,7 +97,7 @@ class ConfLayersSpace(Space):
 
     def __init__(self, target: Target, settings: ConfLayersSettings) -> None:
         rule, blocks = settings.draft_length, SkipSpace.of(target, whole_blocks=True)
-        super().__init__(target, rules=(rule.rule,), max_tokens=rule.max_tokens, skips=blocks, trees=settings.tree)
+        super().__init__(target, rules=(rule.rule,), max_tokens=rule.max_tokens, skips=blocks)
         self._settings = settings
 
     def suggest(self, trial: BaseTrial) -> Candidate:
@@ -144,7 +139,7 @@ class ConfLayers(StudySampler):
     def choose(self, study: optuna.Study, trial: FrozenTrial) -> Parameters:
         """Return this iteration as parameters; the settings and the rule have one value each."""
         confidence, iteration = self._this_iteration()
-        skipped = skipping(iteration.selection.skipped, self.settings.tree)
+        skipped = LayerSkip.blocks(iteration.selection.skipped)
         chosen = {"confidence": confidence, "lambda": iteration.selection.lam}
         return chosen | self.space.draft_parameters(skipped)
 
@@ -158,7 +153,7 @@ class ConfLayers(StudySampler):
             detail = f"{confidence}, lambda {lam:g}"
             notes |= {"lambda": lam, "text": iteration.text}
         notes |= {"num_skipped": len(skipped), "skipped": compact_indices(skipped)}
-        return notes | {ORIGIN: f"{self.name} ({detail}, {name_of_shape(self.settings.tree)})"}
+        return notes | {ORIGIN: f"{self.name} ({detail}, chain only)"}
 
     def observe(self, record: TrialRecord) -> None:
         """Select the next skip set of the trial's confidence, or stop early."""
@@ -183,8 +178,8 @@ class ConfLayers(StudySampler):
         return None if self._find_next() else "no confidence selects a block on the tuning texts"
 
     def remarks(self) -> list[str]:
-        """Return the remark that drafts are chains, unless they are trees."""
-        return [] if self.settings.tree else [CHAIN_ONLY]
+        """Return the remark that drafts are chains."""
+        return [CHAIN_ONLY]
 
     def _this_iteration(self) -> tuple[ConfidenceName, _Iteration]:
         found = self._find_next()
@@ -235,27 +230,12 @@ class ConfLayers(StudySampler):
         return large and accepted > MANY_ACCEPTED and measured.draft_acceptance_rate > max_score
 
 
-def skipping(skipped: Sequence[int], tree: bool) -> LayerSkip:
-    """Return the draft without these blocks, with the published tree or as a chain."""
-    return LayerSkip.blocks(tuple(skipped)).having(tree=PublishedLeaves() if tree else None)
-
-
-def name_of_shape(tree: bool) -> str:
-    """Return the shape of drafts as an origin names it."""
-    return "published tree" if tree else "chain only"
-
-
-def check_target(target: Target, *, tree: bool) -> None:
-    """Raise ValueError for a model without a block between the first and the last, the only ones that are skipped.
-
-    Raises `UnsupportedModelError` if a tree is asked for and the model takes none.
-    """
+def check_target(target: Target) -> None:
+    """Raise ValueError for a model without a block between the first and the last, the only ones that are skipped."""
     if target.num_layers < 3:
         raise ValueError(
             f"ConfLayers skips blocks between the first and the last, and this model has {target.num_layers}"
         )
-    if tree:
-        target.checks.trees()
 
 
 def schedule_for(target: Target, skip_ratio: float, step: float, window_growth_cap: int | None) -> LambdaSchedule:

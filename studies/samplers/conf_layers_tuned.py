@@ -18,7 +18,7 @@ import optuna
 from optuna.trial import BaseTrial
 from pydantic import Field
 
-from decoding.drafts import compact_indices
+from decoding.drafts import LayerSkip, compact_indices
 from decoding.target import Target
 from studies.confidence.confidences import CONFIDENCE_NAMES, ConfidenceName, Excerpt, joint_scores
 from studies.confidence.selection import Form
@@ -30,9 +30,7 @@ from studies.samplers.conf_layers import (
     ConfLayersSettings,
     check_target,
     continued_texts,
-    name_of_shape,
     schedule_for,
-    skipping,
 )
 from studies.samplers.contract import enqueue_in_new
 
@@ -56,7 +54,6 @@ class ConfLayersTunedSettings(StudySettings):
     )
     rules: RuleNames = Field(("top_probability",), description="draft-length rules to choose among")
     max_tokens: int = Field(25, ge=1, le=64, description="longest draft to consider (K)")
-    tree: bool = Field(False, description="verify the authors' candidate tree, as in conf_layers")
     window_growth_cap: int | None = Field(
         None, ge=0, description="cap of A in the adaptive threshold; default: L // 3 for Qwen models, as in the code"
     )
@@ -67,7 +64,7 @@ class ConfLayersTunedSettings(StudySettings):
 
     def check(self, target: Target) -> None:
         """See `check_target`."""
-        check_target(target, tree=self.tree)
+        check_target(target)
 
 
 class TunedSpace:
@@ -102,7 +99,7 @@ class TunedSpace:
         scores = joint_scores(name, self._target, excerpts, settings.form)
         schedule = schedule_for(self._target, skip_ratio, step, settings.window_growth_cap)
         selection = schedule.settle(scores, lam, settings.form)
-        detail = f"{name}, lambda {lam:.2g} to {selection.lam:.2g}, {name_of_shape(settings.tree)}"
+        detail = f"{name}, lambda {lam:.2g} to {selection.lam:.2g}, chain only"
         self.notes = {
             "confidence": name,
             "lambda_start": round(lam, 4),
@@ -116,7 +113,7 @@ class TunedSpace:
         }
         if not selection.skipped:
             return Candidate.plain()
-        return Candidate(draft=skipping(selection.skipped, settings.tree), draft_length=rule)
+        return Candidate(draft=LayerSkip.blocks(selection.skipped), draft_length=rule)
 
 
 class ConfLayersTuned(TpeOfRules):
@@ -146,9 +143,8 @@ class ConfLayersTuned(TpeOfRules):
         return super().finished(study) if self.space.texts else "no tuning prompt has a continuation"
 
     def remarks(self) -> list[str]:
-        """Return the parameters of the best trial, and that drafts are chains, unless they are trees."""
-        shape = [] if self.settings.tree else [CHAIN_ONLY]
-        return [*([_described(self.best)] if self.best is not None else []), *shape]
+        """Return the parameters of the best trial, and that drafts are chains."""
+        return [*([_described(self.best)] if self.best is not None else []), CHAIN_ONLY]
 
 
 def _published_start(confidence: ConfidenceName, settings: ConfLayersTunedSettings) -> dict[str, Any]:

@@ -34,7 +34,6 @@ from studies.prediction.pools import (
     lookups_before,
     quantised,
     useful_precisions,
-    with_trees,
 )
 from studies.prediction.predictor import Predictor
 from studies.prediction.proposals import method_of
@@ -53,8 +52,6 @@ KNOWN = "known before"
 """Origin of a draft that was given as a candidate."""
 NUM_QUANTISED = 2
 """Number of exits that are tried quantised, too: each takes a pass over the sequences of its own."""
-NUM_TREES = 2
-"""Number of drafts that trees are tried for at the beginning: each takes a recording of its own."""
 
 
 class JointSettings(SpaceSettings):
@@ -110,30 +107,18 @@ class PoolSource:
             for each in predictor.best_first(group)[: self.settings.num_exits]
         ]
         has_time = self.has_time()
+        if not has_time:
+            self.remarks.append("the time for surveys was spent before quantised exits: a longer time tries them")
         best += predictor.best_first(self._quantised(best_of(best, NUM_QUANTISED) if has_time else [], predictor))
         pool = best_of(best, len(best))
-        has_time = self.has_time()
-        trees = self._with_trees(pool[:NUM_TREES], predictor) if has_time else []
-        if not has_time:
-            self.remarks.append(
-                "the time for surveys was spent before quantised exits and side leaves: a longer time tries them"
-            )
-        pool = best_of(map(predictor.best, [*pool, *trees]), len(pool) + len(trees))
         if "lookup" in self.settings.kinds:
             count = self.settings.num_lookups
             pool += [*lookups(predictor, count), *lookups_before(predictor, pool, count)]
         return pool
 
     def joining(self, draft: Draft, predictor: Predictor) -> list[Draft]:
-        """Return a skip set in its precision, with leaves, and each after its best lookup if lookups are asked for."""
-        drafts = [draft, *self._with_trees([draft], predictor)]
-        if "lookup" not in self.settings.kinds:
-            return drafts
-        return [*drafts, *(each for one in drafts for each in lookups_before(predictor, [one], 1))]
-
-    def _with_trees(self, drafts: Sequence[Draft], predictor: Predictor) -> list[Draft]:
-        """Return the drafts whose side leaves are predicted to pay, with these."""
-        return with_trees(predictor, drafts) if self.settings.wants_trees(self.problem.target) else []
+        """Return a skip set in its precision, and after its best lookup if lookups are asked for."""
+        return [draft, *(lookups_before(predictor, [draft], 1) if "lookup" in self.settings.kinds else [])]
 
     def _quantised(self, exits: Sequence[Draft], predictor: Predictor) -> list[Draft]:
         """Return the whole model in the precisions that are useful on this text, and `exits` in these.

@@ -114,5 +114,5 @@ class Rating:
         return all(not rated or rated[0].speedup < least for rated in ordered)
 
     def _best_of(self, pool: Sequence[Draft]) -> float:
-        """Return the best predicted speed-up of the chains in the pool, on the sequences that skip sets are rated on."""
-        return max((self._predictor.best(draft.having(tree=None)).speedup for draft in pool), default=0.0)
+        """Return the best predicted speed-up in the pool, on the sequences that skip sets are rated on."""
+        return max((self._predictor.best(draft).speedup for draft in pool), default=0.0)

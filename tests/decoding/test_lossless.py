@@ -60,10 +60,8 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def is_refused(family: str, draft: str) -> bool:
-    """Return True for drafts that this family refuses: trees, and weights without linear layers."""
-    parts = DRAFTS[draft].parts
-    takes_no_tree = family == "bloom" and parts.tree is not None
-    return takes_no_tree or bool(parts.bits and family in WITHOUT_LINEARS)
+    """Return True for drafts that this family refuses: quantised ones of weights without linear layers."""
+    return bool(DRAFTS[draft].parts.bits and family in WITHOUT_LINEARS)
 
 
 @pytest.mark.parametrize(
@@ -222,12 +220,11 @@ def test_logits_processors_shape_the_text_as_in_generate(family: str, processors
     )
     assert write_plainly(target, request).tokens == stock
     assert processors != "all" or stock != stock_text(target, SEVERAL, max_new_tokens=number)
-    # One rule keeps the token of its last pass and one drops it; leaves have a path of their own.
+    # One rule keeps the token of its last pass and one drops it.
     for draft, rule in (
         ("half blocks", "fixed 3"),
         ("lookup", "fixed 3"),
         ("suffix automaton, then exit", "AdaEDL, last dropped"),
-        ("blocks with leaves", "fixed 3"),
     ):
         assert write(target, DRAFTS[draft], RULES[rule], request).tokens == stock
 

@@ -7,28 +7,24 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from decoding import acceptance
 from decoding.acceptance import (
     Acceptance,
-    Leaves,
     Sampling,
     accept_certain,
-    accept_leaf_sampled,
     accept_sampled,
-    sample_several,
 )
 from decoding.decode import speculative
 from decoding.draft_length import AdaEdl, DraftLengthRule, Fixed
 from decoding.drafters.build import build_drafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
-from decoding.drafts import Draft, LayerSkip, Lookup, SizedLeaves, SuffixDraft
+from decoding.drafts import Draft, LayerSkip, Lookup, SuffixDraft
 from decoding.drafts.history import RequestHistory
 from decoding.rounds import Prefill
 from tests.support.sampled import (
@@ -132,47 +128,6 @@ def test_wrong_acceptance_fails_the_same_test(judge: Judge) -> None:
     assert p_value(first_two_tokens(judge, 2, seed=1), EXPECTED_PAIRS) < 1e-9
 
 
-# --- side leaves ------------------------------------------------------------------------------------------------------
-
-
-def tokens_beside_leaves(counts: Sequence[int], seed: int) -> Counter[Outcome]:
-    """Write two tokens many times: a chain of two drafts, with this number of leaves beside each, is judged."""
-    generator = torch.Generator().manual_seed(seed)
-    outcomes: Counter[Outcome] = Counter()
-    for _ in range(NUM_ROUNDS // 2):
-        first = sample_several(DRAFT[0], 1 + counts[0], generator).tolist()
-        second = sample_several(DRAFT[1][first[0]], 1 + counts[1], generator).tolist()
-        chain, beside = [first[0], second[0]], [*first[1:], *second[1:]]
-        paths = [(), (chain[0],), tuple(chain), *((x,) for x in first[1:]), *((chain[0], x) for x in second[1:])]
-        q = torch.stack([DRAFT[0], DRAFT[1][chain[0]]])
-        p = torch.stack([TARGET[len(path)][path] for path in paths])
-        leaves = Leaves(torch.tensor(beside), counts)
-        judged = accept_leaf_sampled(torch.tensor(chain), leaves, q, p, generator)
-        num_accepted, leaf, token, after, *_ = judged.tolist()
-        text = [*chain[:num_accepted], token, *([after] if leaf >= 0 else [])]
-        if len(text) == 1:
-            text.append(draw(TARGET[1][text[0]], generator))
-        outcomes[text[0], text[1]] += 1
-    return outcomes
-
-
-@pytest.mark.parametrize("counts", [(0, 3), (4, 4)])
-def test_sampled_leaves_keep_the_distribution(counts: tuple[int, int]) -> None:
-    assert p_value(tokens_beside_leaves(counts, seed=1), EXPECTED_PAIRS) > ALPHA
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [("_without", lambda probabilities, token_ids: probabilities), ("_residual", lambda target, draft: target)],
-    ids=["leaves drawn with replacement", "a rejection changes nothing"],
-)
-def test_wrong_acceptance_of_leaves_fails_the_same_test(
-    name: str, wrong: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(acceptance, name, wrong)
-    assert p_value(tokens_beside_leaves((2, 1), seed=1), EXPECTED_PAIRS) < 1e-6
-
-
 # --- whole sequences of a tiny model-----------------------------------------------------------------------------------------
 
 
@@ -197,11 +152,6 @@ CASES: dict[str, tuple[str, DraftLengthRule, Draft]] = {
         "temperature, penalty and top-k",
         Fixed(max_tokens=2),
         LayerSkip(skip_attention=(0, 1), lookup=Lookup(max_ngram=2, max_tokens=2)),
-    ),
-    "side leaves and processors": (
-        "temperature, penalty and top-k",
-        Fixed(max_tokens=3),
-        LayerSkip(skip_attention=(0, 1), tree=SizedLeaves(least_gain=0.05, max_leaves=3)),
     ),
 }
 

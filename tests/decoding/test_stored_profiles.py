@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from decoding.drafts import KINDS
+from decoding.errors import ProfileError
 from decoding.profile import DraftProfile
 
 PROFILE = f"""\
@@ -28,21 +30,10 @@ STORED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "skip set",
         {"skip_attention": "2-4", "skip_mlp": "3", "num_skipped_sublayers": 4},
     ),
-    (
-        "{kind: layer_skip, skip_attention: [], skip_mlp: [], bits: 8, "
-        "tree: {shape: sized, least_gain: 0.05, max_leaves: 8}}"
-    ): (
-        "self-draft in int8, tree of at most 8 leaves (gain 0.05)",
+    "{kind: layer_skip, skip_attention: [], skip_mlp: [], bits: 8}": (
+        "self-draft in int8",
         "quantised model",
-        {
-            "skip_attention": "-",
-            "skip_mlp": "-",
-            "num_skipped_sublayers": 0,
-            "bits": 8,
-            "tree.shape": "sized",
-            "tree.least_gain": 0.05,
-            "tree.max_leaves": 8,
-        },
+        {"skip_attention": "-", "skip_mlp": "-", "num_skipped_sublayers": 0, "bits": 8},
     ),
     "{kind: layer_skip, skip_attention: [], skip_mlp: [], bits: 8, ids_below: 16384}": (
         "self-draft in int8 from ids below 16,384 and the text's",
@@ -69,9 +60,9 @@ STORED: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     (
         "{kind: early_exit, exit_layer: 3, head: null, head_sha256: null, "
-        "lookup: {max_ngram: 4, min_ngram: 2, max_tokens: 7}, tree: {shape: published}}"
+        "lookup: {max_ngram: 4, min_ngram: 2, max_tokens: 7}}"
     ): (
-        "prompt lookup (n-grams of 4 to 2, 7 tokens), then early exit at layer 3 (no head), published tree",
+        "prompt lookup (n-grams of 4 to 2, 7 tokens), then early exit at layer 3 (no head)",
         "exit",
         {
             "exit_layer": 3,
@@ -79,13 +70,12 @@ STORED: dict[str, tuple[str, str, dict[str, Any]]] = {
             "lookup.max_ngram": 4,
             "lookup.min_ngram": 2,
             "lookup.max_tokens": 7,
-            "tree.shape": "published",
         },
     ),
-    f"{{kind: early_exit, exit_layer: 3, {HEAD}, tree: {{shape: fixed, leaves: 3}}}}": (
-        "early exit at layer 3 (trained head), 3 side leaves",
+    f"{{kind: early_exit, exit_layer: 3, {HEAD}}}": (
+        "early exit at layer 3 (trained head)",
         "exit with head",
-        {"exit_layer": 3, "exit_head": "block", "tree.shape": "fixed", "tree.leaves": 3},
+        {"exit_layer": 3, "exit_head": "block"},
     ),
     "{kind: prompt_lookup, max_ngram: 5, min_ngram: 2}": (
         "prompt lookup (n-grams of 5 to 2)",
@@ -112,6 +102,14 @@ def test_a_stored_draft_loads_and_says_the_same(tmp_path: Path) -> None:
             stored.read_text()
         )
         assert DraftProfile.load(tmp_path / "again.yaml") == profile
+
+
+def test_a_draft_with_a_retired_part_is_refused_in_one_line(tmp_path: Path) -> None:
+    stored = tmp_path / "stored.yaml"
+    draft = "{kind: early_exit, exit_layer: 3, tree: {shape: fixed, leaves: 3}}"
+    stored.write_text(PROFILE.replace("DRAFT", draft), encoding="utf-8")
+    with pytest.raises(ProfileError, match=r"unknown key 'draft\.tree'; valid: bits, .*lookup$"):
+        DraftProfile.load(stored)
 
 
 def test_every_kind_is_stored() -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.acceptance import Leaves, accept_leaf_greedy
 from decoding.decoder import Decoder, plain_decoder
 from decoding.runners.buckets import GPU_BUCKETS
 from decoding.target import Target
@@ -147,14 +146,6 @@ def test_waiting_for_the_host_is_an_error() -> None:
     for wait in waits:
         with pytest.raises(RecordingError, match="waits for the host"):
             FakeGraphs().record(partial(lambda wait: Value(wait(given)), wait))
-
-
-def test_choosing_among_side_leaves_waits_for_nothing() -> None:
-    drafted, choices = torch.tensor([3, 5]), torch.tensor([3, 7, 1, 4, 9])
-    leaves = Leaves(torch.tensor([6, 7]), (1, 1))
-    assert leaves.table.tolist() == [[0], [1]], "made before"
-    first, play = FakeGraphs().record(lambda: Value(accept_leaf_greedy(drafted, leaves, choices)))
-    assert first.tensor.tolist() == play().tensor.tolist() == [1, 1, 7, 9, 3, 5]
 
 
 def test_memory_that_was_freed_is_an_error() -> None:

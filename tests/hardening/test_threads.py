@@ -15,7 +15,7 @@ from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.deploy import load_decoder
 from decoding.draft_length import BetaThompson, Fixed
-from decoding.drafts import Draft, FixedLeaves, LayerSkip, Lookup
+from decoding.drafts import Draft, LayerSkip, Lookup
 from decoding.head_folder import HeadFolder
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
@@ -31,7 +31,6 @@ PROMPTS = [[index + 1, index + 7, index + 3, index + 11] for index in range(8)]
 DRAFTS: dict[str, Draft] = {
     "blocks": LayerSkip.blocks((3, 4)),
     "lookup, then blocks": LayerSkip(skip_attention=(3,), skip_mlp=(3,), lookup=Lookup(max_tokens=3)),
-    "leaves": LayerSkip.blocks((3, 4)).having(tree=FixedLeaves(leaves=2)),
 }
 
 
@@ -70,9 +69,7 @@ def all_right(decoder: Decoder, expected: list[tuple[int, ...]]) -> None:
     assert written_by_threads(write) == [expected[number % len(PROMPTS)] for number in range(NUM_TEXTS)]
 
 
-@pytest.mark.parametrize(
-    ("draft", "runner"), [("lookup, then blocks", "eager"), ("leaves", "eager"), ("blocks", "static")]
-)
+@pytest.mark.parametrize(("draft", "runner"), [("lookup, then blocks", "eager"), ("blocks", "static")])
 def test_threads_share_a_decoder(
     targets: dict[str, Target], expected: list[tuple[int, ...]], draft: str, runner: str
 ) -> None:

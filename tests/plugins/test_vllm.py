@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from decoding.draft_length import AdaEdl, AnyRule, BetaThompson, DraftDistribution, Fixed, TopProbability
-from decoding.drafts import Draft, EarlyExit, FixedLeaves, LayerSkip, Lookup, PlainDecoding, PromptLookup, SuffixDraft
+from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup, SuffixDraft
 from decoding.exit_heads import file_sha256
 from decoding.profile import Decoding, DraftProfile, TargetIdentity
 
@@ -137,7 +137,6 @@ def engine(**changes: Any) -> Any:
         ({"model": {"architectures": ["Qwen2ForCausalLM"]}}, SKIP, "the model is a Qwen2ForCausalLM of 6"),
         ({}, PlainDecoding(), "serve without --speculative-config"),
         ({}, LayerSkip(bits=8), "int8 weights, which vLLM does not make"),
-        ({}, SKIP.having(tree=FixedLeaves()), "side leaves"),
         ({}, EarlyExit(exit_layer=2, head="none.safetensors", head_sha256="0" * 64), "there is no"),
         ({}, EarlyExit(exit_layer=2, head="head.safetensors", head_sha256="0" * 64), "its contents differ"),
         (

@@ -14,13 +14,10 @@ from decoding.draft_length import RULES, Fixed, TopProbability
 from decoding.drafts import (
     Draft,
     EarlyExit,
-    FixedLeaves,
     LayerSkip,
     Lookup,
     PlainDecoding,
     PromptLookup,
-    PublishedLeaves,
-    SizedLeaves,
     SuffixDraft,
     SuffixLookup,
 )
@@ -30,7 +27,7 @@ from studies.space import Space, SpaceSettings
 from tests.support.tiny import tiny_target
 
 HEADS = {layer: EarlyExit(exit_layer=layer, head=f"h{layer}.safetensors", head_sha256="a" * 64) for layer in (1, 2, 5)}
-ALL: dict[str, Any] = {"bits": (8, 4), "trees": True, "exit_layers": (1, 2, 5), "rules": tuple(RULES), "max_tokens": 16}
+ALL: dict[str, Any] = {"bits": (8, 4), "exit_layers": (1, 2, 5), "rules": tuple(RULES), "max_tokens": 16}
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +58,11 @@ FIRST = [
     *(Lookup(max_ngram=most, min_ngram=least, direct_from=direct) for most, least, direct in CHECKED),
     *(SuffixLookup(**each, max_tokens=copied) for each in SUFFIXES for copied in (*COPIED, 64)),
 ]
-LEAVES = [FixedLeaves(leaves=9), PublishedLeaves(), SizedLeaves(least_gain=0.0371, max_leaves=5), SizedLeaves()]
 DRAFTS = [
     PlainDecoding(),
     *COPIES,
     *MODELS,
     *(draft.having(lookup=lookup) for draft in (MODELS[1], MODELS[-1]) for lookup in FIRST),
-    *(draft.having(tree=tree) for draft in MODELS for tree in LEAVES),
-    HEADS[2].having(lookup=Lookup()).having(tree=LEAVES[2]),
 ]
 
 
@@ -95,7 +89,6 @@ def test_whatever_is_suggested_comes_back_from_the_storage_of_any_trial(space: S
     assert {draft.kind for draft in drafts} == set(space.kinds)
     assert {draft.parts.bits for draft in drafts} == {None, 8, 4}
     assert {draft.trained_head is not None for draft in drafts if draft.kind == "early_exit"} == {True, False}
-    assert {type(draft.parts.tree) for draft in drafts} == {type(None), FixedLeaves, PublishedLeaves, SizedLeaves}
     assert {type(draft.parts.lookup) for draft in drafts} == {type(None), Lookup, SuffixLookup}
     assert {each.draft_length.rule for each in found} == set(RULES)
     stored = optuna.create_study(storage="sqlite://", sampler=optuna.samplers.RandomSampler(seed=1))
@@ -141,13 +134,12 @@ def test_whole_blocks_have_one_switch_each(problem: Problem) -> None:
         EarlyExit(exit_layer=9),
         PromptLookup(),
         HEADS[2].having(lookup=Lookup()),
-        HEADS[2].having(tree=FixedLeaves()),
     ],
     ids=lambda draft: draft.describe(),
 )
 def test_what_the_settings_leave_out_is_refused_in_one_line(problem: Problem, draft: Draft) -> None:
     kinds = ("exit_head",) if isinstance(draft, EarlyExit) else ("skip_set", "exit_head")
-    space = SpaceSettings(kinds=kinds, whole_blocks=True, bits=(), trees=False, rules=("fixed",)).space(problem)
+    space = SpaceSettings(kinds=kinds, whole_blocks=True, bits=(), rules=("fixed",)).space(problem)
     with pytest.raises(ValueError, match=r"the search does not consider the draft .*: ") as refusal:
         space.parameters(Candidate(draft=draft, draft_length=Fixed(max_tokens=2)))
     assert "\n" not in str(refusal.value)
@@ -175,7 +167,7 @@ def test_the_identity_is_plain_data_and_tells_spaces_apart(problem: Problem) -> 
         return found
 
     assert identity() == identity(max_trials=3, candidates=())
-    changes: list[dict[str, Any]] = [{"bits": (8,)}, {"trees": False}, {"max_tokens": 5}, {"rules": ("fixed",)}]
+    changes: list[dict[str, Any]] = [{"bits": (8,)}, {"max_tokens": 5}, {"rules": ("fixed",)}]
     changes += [{"exit_layers": (1, 2)}, {"whole_blocks": True}, {"kinds": ("lookup",)}]
     assert all(identity(**change) != identity() for change in changes)
 
@@ -200,6 +192,6 @@ def test_fewer_token_ids_are_offered_where_there_are_many(problem: Problem, monk
     assert SpaceSettings(**ALL).space(refusing).identity()["ids_below"] == ["all"]
 
 
-def test_an_engine_gets_chains_of_whole_blocks() -> None:
+def test_an_engine_gets_whole_blocks() -> None:
     changed = SpaceSettings().for_engine(["fixed"], quantises=False, whole_blocks=True)
-    assert changed == {"rules": ("fixed",), "whole_blocks": True, "trees": False, "bits": ()}
+    assert changed == {"rules": ("fixed",), "whole_blocks": True, "bits": ()}

@@ -16,13 +16,10 @@ from decoding.draft_length import DraftLengthRule
 from decoding.drafts import (
     Draft,
     EarlyExit,
-    FixedLeaves,
     LayerSkip,
     Lookup,
     PlainDecoding,
     PromptLookup,
-    PublishedLeaves,
-    SizedLeaves,
     SuffixDraft,
     SuffixLookup,
 )
@@ -57,15 +54,10 @@ DRAFTS: dict[str, Draft] = {
     "suffix automaton, then exit": EarlyExit(exit_layer=EXIT_LAYER, lookup=SuffixLookup(max_tokens=4)),
     "int8": LayerSkip(bits=8),
     "int4, half blocks": LayerSkip(skip_attention=(0, 2, 3), skip_mlp=(1, 3), bits=4),
-    "blocks with leaves": LayerSkip.blocks((4,)).having(tree=PublishedLeaves()),
-    "lookup, then mlp with leaves": LayerSkip(skip_mlp=(1, 3), lookup=Lookup(max_tokens=2), tree=FixedLeaves(leaves=2)),
-    "exit with leaves": EarlyExit(exit_layer=EXIT_LAYER, tree=SizedLeaves(least_gain=0.02, max_leaves=5)),
+    "lookup, then mlp": LayerSkip(skip_mlp=(1, 3), lookup=Lookup(max_tokens=2)),
     HEAD: EarlyExit(exit_layer=EXIT_LAYER),
     "lookup, then exit with a head": EarlyExit(exit_layer=EXIT_LAYER, lookup=Lookup(min_ngram=2)),
     "int8 exit with a head": EarlyExit(exit_layer=EXIT_LAYER, bits=8),
-    "lookup, then exit with a head and leaves": EarlyExit(
-        exit_layer=EXIT_LAYER, lookup=Lookup(max_tokens=3), tree=FixedLeaves(leaves=3)
-    ),
 }
 SIZES = ((5, 10), (9, 6), (1, 14))
 """Lengths of the prompts and of their continuations: the sequences of a batch end one after another."""

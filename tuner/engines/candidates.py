@@ -64,7 +64,7 @@ def engine_candidate(plan: Plan) -> Candidate:
         assert lookup is not None, "a draft without a model is a lookup"
         copies = PromptLookup(max_ngram=lookup.longest, min_ngram=lookup.shortest)
         return Candidate(draft=copies, draft_length=Fixed(max_tokens=lookup.max_tokens))
-    alone = draft.having(lookup=None, tree=None, ids_below=None)
+    alone = draft.having(lookup=None, ids_below=None)
     if plan.bits is None and alone.parts.bits is not None:
         alone = alone.having(bits=None)
     if lookup is not None:

@@ -66,7 +66,7 @@ def losses_text(plan: Plan, engine: Engine, cost: DraftCost | None, dropped: Col
 
 def _fates(plan: Plan, engine: Engine, dropped: Collection[str]) -> Iterator[Fate]:
     profile, draft = plan.profile, plan.profile.draft
-    own = draft.having(lookup=None, tree=None).describe()
+    own = draft.having(lookup=None).describe()
     losses = tuple(_dropped_fates(profile, dropped))
     if plan.shape is not None:
         changed = bool(losses) or plan.bits is not None
@@ -85,8 +85,6 @@ def _fates(plan: Plan, engine: Engine, dropped: Collection[str]) -> Iterator[Fat
         kept = plan.lookup is not None
         copied = f"first, {plan.lookup.describe()}, {first.max_tokens} tokens" if plan.lookup else "not tried"
         yield ("lookup before the draft", first.describe(), "changed" if kept else "lost", copied)
-    if draft.parts.tree is not None:
-        yield ("side leaves", "verified beside the chain", "lost", "chains only")
     if profile.decoding.prefix_reuse and draft.num_shared_blocks:
         blocks = f"resumes after {draft.num_shared_blocks} blocks"
         yield ("verification", blocks, "lost", "runs all blocks")

@@ -17,7 +17,7 @@ def native_flags(profile: DraftProfile, path: Path) -> tuple[str, ...] | None:
     """Return the flags by which vLLM drafts with a profile itself, with the plugin of `plugins/vllm`; None if that cannot."""
     draft, head = profile.draft, profile.draft.trained_head
     rule = profile.draft_length
-    if not draft.drafts or draft.parts.bits or draft.parts.tree:
+    if not draft.drafts or draft.parts.bits:
         return None
     if isinstance(rule, CostAwareRule) and rule.costs is None:
         return None

@@ -206,7 +206,7 @@ def _agreement(target: Target, source: Source, draft: DraftDocument) -> Agreemen
             prompts = [prompt.token_ids for prompt in found.held_out]
     decoder = plain_decoder(target)
     texts = [decoder.generate(Request(tuple(prompt), Ending(AGREEMENT_TOKENS))).tokens for prompt in prompts]
-    alone = draft.having(lookup=None, tree=None)
+    alone = draft.having(lookup=None)
     tuned, copied = (
         [each.matches for each in Survey(target, prompts, texts, own_keys=own).record(alone)] for own in (False, True)
     )

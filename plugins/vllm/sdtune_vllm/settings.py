@@ -62,8 +62,6 @@ def _of_draft(draft: DraftDocument, rule: DraftLengthRule, folder: Path) -> Any:
         yield "the profile says to decode plainly: serve without --speculative-config"
     if draft.parts.bits is not None:
         yield f"the draft has int{draft.parts.bits} weights, which vLLM does not make: tune with `sdtune search --deploy-to vllm`"
-    if draft.parts.tree is not None:
-        yield "side leaves are not verified by vLLM: tune with `sdtune search --deploy-to vllm`"
     if isinstance(rule, CostAwareRule) and rule.costs is None:
         yield f"the rule {rule.rule} weighs costs, which the profile does not have: nothing measures them in vLLM"
     if draft.runs_model and not isinstance(draft, EarlyExit | LayerSkip):

@@ -13,7 +13,6 @@ from decoding.drafts import (
     KINDS,
     Draft,
     EarlyExit,
-    FixedLeaves,
     LayerSkip,
     Lookup,
     PlainDecoding,
@@ -63,7 +62,7 @@ def test_skipped_sublayers_are_known_of_drafts_that_run_the_model() -> None:
 
 def test_parts_are_the_fields_that_the_kind_has() -> None:
     for draft in DRAFTS:
-        wanted: dict[str, Any] = {"bits": 8, "lookup": Lookup(max_tokens=4), "tree": FixedLeaves(leaves=2)}
+        wanted: dict[str, Any] = {"bits": 8, "lookup": Lookup(max_tokens=4)}
         for name, part in wanted.items():
             without = draft.having(**{name: None})
             assert name not in without.model_dump()

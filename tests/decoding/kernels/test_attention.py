@@ -69,25 +69,6 @@ def assert_right(given: tuple[Tensor, Tensor, Tensor], positions: Tensor, window
     torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.usefixtures("instructions")
-@needs_kernel
-@pytest.mark.parametrize("window", [ALL, 3, 20])
-def test_leaves_see_the_slots_before_their_position_and_their_own(window: int) -> None:
-    """A chain of four and its leaves, whose slots are partly in another block of keys than the slots that they see."""
-    positions = torch.tensor([30, 31, 32, 33, 32, 31, 33, 32])
-    own = torch.arange(30, 38)
-    for dtype in SUPPORTED:
-        query, key, value = states(dtype, width=8)
-        found = attend(query, key, value, torch.stack([positions, own])[None, None], 0.3, window)
-        for index, (position, slot) in enumerate(zip(positions.tolist(), own.tolist(), strict=True)):
-            # The same keys without the slots that the leaf does not see: it follows the chain up to its position.
-            seen = [*range(position), slot]
-            alone = (query[:, :, index : index + 1], key[:, :, seen], value[:, :, seen])
-            expected = reference(*alone, at(position), 0.3, window)
-            tolerance = PRECISIONS[dtype]
-            torch.testing.assert_close(found[:, index : index + 1].double(), expected, atol=tolerance, rtol=tolerance)
-
-
 # --- values -----------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from decoding.cache.kv_cache import MOST_PENDING_PIECES
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import BetaThompson, DraftLengthRule, Fixed, RoundCosts
-from decoding.drafts import Draft, FixedLeaves, LayerSkip, Lookup, PromptLookup
+from decoding.drafts import Draft, LayerSkip, Lookup, PromptLookup
 from decoding.head_folder import HeadFolder
 from decoding.serving.batch import ContinuousBatch
 from decoding.serving.control import DraftControl
@@ -109,7 +109,7 @@ def test_many_plain_rounds_keep_their_states_in_few_pieces(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("family", "num_rows", "kind"),
-    [("llama", 2, "copies"), ("llama", 1, "tree"), ("gemma3", 2, "lookup and rule"), ("gemma3", 1, "skip")],
+    [("llama", 2, "copies"), ("llama", 1, "skip"), ("gemma3", 2, "lookup and rule"), ("gemma3", 1, "skip")],
 )
 def test_text_is_plain_decodings_whenever_rounds_draft(family: str, num_rows: int, kind: str) -> None:
     target, chance, drafted = target_of(family), random.Random(num_rows), 0
@@ -121,7 +121,6 @@ def test_text_is_plain_decodings_whenever_rounds_draft(family: str, num_rows: in
             LayerSkip(skip_attention=(2, 3), skip_mlp=(2,), lookup=Lookup(max_tokens=4)),
             BetaThompson(max_tokens=4, persistent=True, costs=costs),
         ),
-        "tree": (LayerSkip.blocks((2,)).having(tree=FixedLeaves(leaves=2)), Fixed(max_tokens=2)),
     }
     decoder, control, room = Decoder(target, *drafts[kind]), HandControl(), WaitingRoom(9)
     batch = ContinuousBatch(decoder, room, num_rows=num_rows, max_length=32, control=control)

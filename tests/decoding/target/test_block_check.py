@@ -90,10 +90,10 @@ def test_rounding_of_a_huge_state_is_accepted_where_the_eager_output_is_exact_by
 def wrong_mask(patch: pytest.MonkeyPatch) -> None:
     """Let positions see later ones, by masks or by what a kernel gets in their place."""
 
-    def last_seen(self: Positions, slots: Tensor, num_slots: int, positions: Tensor | None) -> tuple[Tensor, ...]:
+    def last_seen(self: Positions, slots: Tensor, num_slots: int) -> tuple[Tensor, ...]:
         return (slots[None, None, None] + 3,)
 
-    def all_seen(self: MaskKinds, slots: Tensor, num_slots: int, positions: Tensor | None) -> tuple[Tensor, ...]:
+    def all_seen(self: MaskKinds, slots: Tensor, num_slots: int) -> tuple[Tensor, ...]:
         return (torch.ones((1, 1, slots.shape[0], num_slots), dtype=torch.bool),)
 
     patch.setattr(Positions, "masks", last_seen)

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from decoding.draft_length import TopProbability
-from decoding.drafts import LayerSkip, PublishedLeaves
-from decoding.errors import UnsupportedModelError
+from decoding.drafts import LayerSkip
 from decoding.target import Target
 from decoding.target.states import sublayer_outputs
 from studies.confidence.confidences import CONFIDENCES
@@ -136,15 +135,11 @@ def test_a_model_without_middle_blocks_is_refused() -> None:
         ConfLayersSettings().check(tiny_target(2))
 
 
-def test_the_published_tree_is_drafted_where_it_is_asked_for() -> None:
-    assert "chain only" in begun().sampler.remarks()[0]
-    study = begun(tree=True)
-    assert study.sampler.remarks() == []
+def test_results_say_that_drafts_are_chains() -> None:
+    study = begun()
+    assert "chain only" in study.sampler.remarks()[0]
     (odd,) = study.run(1)
-    assert odd.candidate.draft.parts.tree == PublishedLeaves()
-    assert odd.origin == "conf_layers (odd blocks, published tree)"
-    with pytest.raises(UnsupportedModelError, match="takes no candidate tree"):
-        ConfLayersSettings(tree=True).check(target_of("bloom"))
+    assert odd.origin == "conf_layers (odd blocks, chain only)"
 
 
 def test_every_trial_has_what_led_to_its_set_and_what_it_skips_in_optuna() -> None:

@@ -31,7 +31,7 @@ from tests.support.trying import Trying, as_predicted, copied
 
 NUM_LAYERS = 6
 SMALL: dict[str, Any] = {"num_surveyed": 40, "max_tokens": 6, "bits": (), "rules": ("fixed", "top_probability")}
-SKIP_SETS: dict[str, Any] = {**SMALL, "kinds": ("skip_set",), "trees": False}
+SKIP_SETS: dict[str, Any] = {**SMALL, "kinds": ("skip_set",)}
 
 
 def _problem(target: Target) -> Problem:
@@ -165,7 +165,7 @@ def test_the_best_is_what_is_expected_not_what_a_trial_measured(problem_of_numpy
 
 
 def test_the_pool_holds_every_kind(with_heads: Problem) -> None:
-    sampler, tried = begun(with_heads, **SMALL, num_drafts=3, num_exits=1, num_lookups=2, trees=False)
+    sampler, tried = begun(with_heads, **SMALL, num_drafts=3, num_exits=1, num_lookups=2)
     pool = sampler._search.pool
     plain = [draft for draft in pool if draft.runs_model and draft.lookup is None]
     skips = [draft for draft in plain if isinstance(draft, LayerSkip)]
@@ -246,17 +246,6 @@ def test_trials_of_batches_correct_the_predictions_for_batches(problem: Problem)
     tried.suggest()
     notes = tried.running[6][2]
     assert notes["corrected_speedup"] / notes["predicted_speedup"] == pytest.approx(2.0, rel=0.1)
-
-
-def test_leaves_are_proposed_where_they_are_predicted_to_pay(with_heads: Problem) -> None:
-    settings = {**SMALL, "kinds": ("exit_head",)}
-    sampler, tried = begun(with_heads, **settings, trees=True)
-    trees = [draft for draft in sampler._search.pool if draft.parts.tree is not None]
-    assert trees
-    best = sampler._predictor.best
-    assert all(best(draft).speedup > best(draft.having(tree=None)).speedup for draft in trees)
-    assert "lea" in tried.suggest().draft.describe()
-    assert all(draft.parts.tree is None for draft in begun(with_heads, **settings, trees=False)[0]._search.pool)
 
 
 def test_known_candidates_are_measured_first_and_join_the_pool(problem: Problem) -> None:

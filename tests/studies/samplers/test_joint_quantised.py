@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import optuna
 import pytest
@@ -73,18 +72,15 @@ def test_whole_model_and_best_exits_are_proposed_in_both_precisions(problem: Pro
 
 
 @pytest.mark.parametrize(("seconds", "exits"), [(0.0, {None}), (None, {None, 8, 4})])
-def test_quantised_exits_and_trees_are_surveyed_within_the_share_of_a_time_limit(
+def test_quantised_exits_are_surveyed_within_the_share_of_a_time_limit(
     problem: Problem, monkeypatch: pytest.MonkeyPatch, seconds: float | None, exits: set[int | None]
 ) -> None:
     """The whole model takes one recording and is always tried; without a limit nothing is left out."""
     monkeypatch.setattr(joint, "PREPARING", 0.0)
-    with_trees = Mock(return_value=[])
-    monkeypatch.setattr(joint, "with_trees", with_trees)
     study = begun(replace(problem, seconds=seconds))
     pool = study._search.pool
     assert {LayerSkip(bits=8), LayerSkip(bits=4)} <= set(pool)
     assert {draft.parts.bits for draft in pool if isinstance(draft, EarlyExit)} == exits
-    assert with_trees.called == (seconds is None)
     assert any("a longer time tries them" in remark for remark in study.remarks()) == (seconds is not None)
 
 
@@ -154,13 +150,13 @@ def test_precision_without_measured_costs_is_not_proposed(problem: Problem) -> N
 def test_exits_with_a_head_are_quantised_too(problem: Problem, tmp_path: Path) -> None:
     drafts = write_heads(problem.target, tmp_path, [3])
     with_heads = replace(problem, head_drafts=drafts, heads=HeadFolder(problem.target, tmp_path))
-    pool = pool_of(with_heads, kinds=("exit_head",), bits=(8,), exit_layers=(3,), trees=False)
+    pool = pool_of(with_heads, kinds=("exit_head",), bits=(8,), exit_layers=(3,))
     assert pool == [drafts[3].having(bits=8), drafts[3]] or pool == [drafts[3], drafts[3].having(bits=8)]
 
 
 def test_skip_sets_are_rated_in_their_own_precision(problem: Problem) -> None:
     """With the model's own weights no set comes near the quantised models, but with quantised weights some do."""
-    study = begun(replace(problem, seconds=None), kinds=("skip_set",), trees=False)
+    study = begun(replace(problem, seconds=None), kinds=("skip_set",))
     pool, predictor = study._search.pool, study._predictor
     sets = [draft for draft in pool if isinstance(draft, LayerSkip) and draft.skips_any]
     least = NEAR_THE_BEST * max(predictor.best(LayerSkip(bits=bits)).speedup for bits in (8, 4))  # type: ignore[arg-type]
@@ -184,7 +180,7 @@ def test_set_is_estimated_at_the_costs_of_a_precision_without_a_pass(problem: Pr
 
 
 def test_skip_set_joins_in_its_precision(problem: Problem) -> None:
-    study = begun(problem, kinds=("skip_set",), trees=False)
+    study = begun(problem, kinds=("skip_set",))
     skip = LayerSkip(skip_mlp=(4,))
     assert study._source.joining(skip, study._predictor) == [skip]
     assert study._source.joining(skip.having(bits=8), study._predictor) == [skip.having(bits=8)]

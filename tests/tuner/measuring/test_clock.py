@@ -12,8 +12,8 @@ from decoding.rounds import Round
 from tuner.measuring.contender import PriceList, WallClock
 
 
-def a_round(num_drafted: int, *, looked_up: bool = False, num_leaves: int = 0) -> Round:
-    return Round((1,), num_drafted, 0, seconds=9.0, draft_seconds=9.0, looked_up=looked_up, num_leaves=num_leaves)
+def a_round(num_drafted: int) -> Round:
+    return Round((1,), num_drafted, 0, seconds=9.0, draft_seconds=9.0)
 
 
 def test_wall_clock_counts_from_the_start_of_a_decoding(monkeypatch: pytest.MonkeyPatch) -> None:

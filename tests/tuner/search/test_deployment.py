@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from decoding.draft_length import RULES, Fixed, TopProbability
 from decoding.drafts import (
     EarlyExit,
-    FixedLeaves,
     LayerSkip,
     Lookup,
     PlainDecoding,
@@ -151,7 +150,6 @@ def rules(checkpoint: Path) -> dict[str, EngineRules]:
         (EarlyExit(exit_layer=2, lookup=Lookup(max_ngram=3, min_ngram=1)), "top_probability", True),
         (SuffixDraft(), "fixed", True),
         (EarlyExit(exit_layer=2), "beta_thompson", False),
-        (EarlyExit(exit_layer=2, tree=FixedLeaves(leaves=2)), "fixed", False),
         (LayerSkip(bits=8), "fixed", False),
     ],
 )
@@ -201,7 +199,6 @@ SINGLE = Lookup(max_ngram=3, min_ngram=3)
         (EXIT, {"llama.cpp", "vllm"}),
         (LayerSkip.blocks((1, 3)), {"llama.cpp", "vllm"}),
         (LayerSkip(skip_attention=(1,)), set()),
-        (EXIT.having(tree=FixedLeaves(leaves=2)), set()),
         (LayerSkip(bits=8), {"llama.cpp"}),
         (EXIT.having(lookup=SINGLE), {"llama.cpp"}),
         (EXIT.having(lookup=Lookup(max_ngram=3, min_ngram=1)), set()),
