@@ -331,7 +331,7 @@ def widen_head(path: Path, narrow: Target, wide: Target, folder: Path) -> Path:
     """
     facts = read_facts(path)
     narrow_head = load_exit_head(path, narrow, facts.exit_layer)
-    trained, head = narrow_head.block.state_dict(), new_exit_head(wide, narrow_head.vocabulary)
+    trained, head = narrow_head.block.state_dict(), new_exit_head(wide)
     layout = Layout(narrow.config, wide.config, wide.device)
     exit_layer = layout.layers.depth(facts.exit_layer)
     for name, parameter in head.block.state_dict().items():

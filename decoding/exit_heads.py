@@ -7,26 +7,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import nn
 
 from decoding.documents.atomic_write import write_atomically
 from decoding.documents.strict_yaml import Document, validate
 from decoding.errors import ExitHeadError, one_line
 from decoding.fingerprint import Fingerprint, fingerprint
-from decoding.target import DraftVocabulary, ExitHead, Target
+from decoding.target import ExitHead, Target
 from decoding.target.heads import new_exit_head
 
 METADATA_KEY = "sdtune"
-VOCABULARY_KEY = "sdtune_draft_vocabulary"
-"""Name of the tensor of token ids that a head drafts from, beside its weights."""
 
 
 class ExitFigures(Document):
@@ -59,6 +56,13 @@ class HeadTraining(Document):
     )
 
 
+def _all_tokens(size: object) -> None:
+    if size is not None:
+        raise ValueError(
+            f"the head drafts from {size} tokens only, as those of an earlier version could: distil it anew"
+        )
+
+
 class HeadFacts(Document):
     """Metadata of a head's file."""
 
@@ -68,7 +72,9 @@ class HeadFacts(Document):
     architecture: str
     config_sha256: str
     weights_sha256: str
-    draft_vocabulary: int | None = Field(None, ge=1, description="number of tokens that it drafts from; None for all")
+    draft_vocabulary: Annotated[None, BeforeValidator(_all_tokens)] = Field(
+        None, exclude=True, description="of earlier versions, whose heads could draft from some tokens"
+    )
     training: HeadTraining | None = None
 
 
@@ -84,9 +90,6 @@ def prompt_sha256(token_ids: tuple[int, ...] | list[int]) -> str:
 def save_head(path: Path, head: ExitHead, facts: HeadFacts) -> str:
     """Write a head atomically and return the SHA-256 of its file; raise `ExitHeadError` if it cannot be written."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.block.state_dict().items()}
-    if head.vocabulary is not None:
-        tensors[VOCABULARY_KEY] = torch.tensor(head.vocabulary.token_ids, dtype=torch.int32)
-        facts = facts.model_copy(update={"draft_vocabulary": len(head.vocabulary.token_ids)})
     content = save(tensors, metadata={METADATA_KEY: facts.model_dump_json(by_alias=True)})
     write_atomically(path, content, what="the exit head", error=ExitHeadError)
     return hashlib.sha256(content).hexdigest()
@@ -129,7 +132,8 @@ def load_exit_head(path: Path, target: Target, exit_layer: int, model: Fingerpri
     if facts.exit_layer != exit_layer:
         raise ExitHeadError(f"the exit head {path} is for exit layer {facts.exit_layer}, not {exit_layer}")
     head = new_exit_head(target)
-    return ExitHead(head.block, _load_weights(path, facts, head.block, target))
+    _load_weights(path, head.block)
+    return head
 
 
 def _facts_for(path: Path, target: Target, model: Fingerprint | None) -> HeadFacts:
@@ -145,30 +149,15 @@ def _facts_for(path: Path, target: Target, model: Fingerprint | None) -> HeadFac
     return facts
 
 
-def _load_weights(path: Path, facts: HeadFacts, block: nn.Module, target: Target) -> DraftVocabulary | None:
-    """Load a head's weights into `block`, freeze it, and return the tokens that it drafts from."""
+def _load_weights(path: Path, block: nn.Module) -> None:
+    """Load a head's weights into `block`, and freeze it."""
     block.requires_grad_(False)
     try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-        token_ids = tensors.pop(VOCABULARY_KEY, None)
-        block.load_state_dict(tensors)
+        block.load_state_dict(load_file(path))
     except (SafetensorError, OSError, RuntimeError) as cause:
         raise ExitHeadError(f"the exit head {path} is damaged: {one_line(cause)}") from None
     if not all(torch.isfinite(parameter).all() for parameter in block.parameters()):
         raise ExitHeadError(f"the exit head {path} is damaged: it holds non-finite weights")
-    vocabulary = None if token_ids is None else DraftVocabulary(tuple(token_ids.tolist()))
-    _check_vocabulary(path, vocabulary, facts, target)
-    return vocabulary
-
-
-def _check_vocabulary(path: Path, vocabulary: DraftVocabulary | None, facts: HeadFacts, target: Target) -> None:
-    """Raise `ExitHeadError` unless the tokens are as many as the file says, ascending, and the model's."""
-    token_ids = vocabulary.token_ids if vocabulary else ()
-    ascends = all(one < other for one, other in pairwise(token_ids))
-    within = not token_ids or (token_ids[0] >= 0 and token_ids[-1] < target.config.vocab_size)
-    if len(token_ids) != (facts.draft_vocabulary or 0) or not ascends or not within:
-        raise ExitHeadError(f"the exit head {path} is damaged: its draft vocabulary is not one of this model")
 
 
 def check_head_file(path: Path, sha256: str) -> None:

@@ -67,7 +67,7 @@ class HeadFolder:
         """Return what a document says about its head."""
         path = self.folder / name
         _refuse_overlap(held_out, path, facts)
-        return {"head": name, "head_sha256": file_sha256(path), "draft_vocabulary": facts.draft_vocabulary}
+        return {"head": name, "head_sha256": file_sha256(path)}
 
     def get(self, draft: EarlyExit) -> ExitHead:
         """Return the loaded head of `draft`, which must have one; raise `ExitHeadError` if its file is missing or differs."""

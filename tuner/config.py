@@ -92,11 +92,6 @@ class DistillSettings(Document):
     learning_rate: float | None = Field(
         None, gt=0.0, le=1.0, description="Peak learning rate, after the warm-up; default: 1 / hidden size."
     )
-    draft_vocabulary: int | None = Field(
-        None,
-        ge=1,
-        description="Tokens that the heads draft from, the most frequent ones; default: a quarter of 32,768 or more, else all.",
-    )
     heads_at_once: int | None = Field(
         None, ge=1, description="Heads trained at a time; default: as many as fit in the free memory."
     )

@@ -23,28 +23,20 @@ from decoding.text import Request, TokenSequence
 
 
 class LayerSkipDrafter(Drafter):
-    """A view of the target without the skipped sublayers, choosing from `vocabulary`, or that of `skip`, if there is one.
+    """A view of the target without the skipped sublayers.
 
     A quantised draft shares no prefix with the verification, which computes every block again and overwrites its keys and values.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        skip: LayerSkip,
-        *,
-        prefix_reuse: bool = True,
-        vocabulary: DraftVocabulary | None = None,
-    ) -> None:
+    def __init__(self, target: Target, skip: LayerSkip, *, prefix_reuse: bool = True) -> None:
         self._target = target
-        if skip.ids_below is not None:
-            vocabulary = DraftVocabulary.below(skip.ids_below, target.lm_heads.num_rows)
+        below = skip.ids_below
         self._view = DraftView(
             target,
             skip.skip_attention,
             skip.skip_mlp,
             keep_boundary=prefix_reuse,
-            vocabulary=vocabulary,
+            vocabulary=None if below is None else DraftVocabulary.below(below, target.lm_heads.num_rows),
             bits=skip.bits,
         )
         boundary = self._view.boundary

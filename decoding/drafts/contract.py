@@ -70,8 +70,6 @@ class DraftHead:
 
     file: str
     sha256: str
-    num_tokens: int | None
-    """Size of the vocabulary that the head drafts from; None for the model's."""
     rereads: bool = False
     """True if the head reads all verified positions of a round again, with states of the target."""
 
@@ -104,11 +102,6 @@ class DraftDocument(Document):
     def trained_head(self) -> DraftHead | None:
         """The trained head that drafts, or None."""
         return None
-
-    @property
-    def num_tokens(self) -> int | None:
-        """Number of tokens that the draft chooses from; None for all of the model's."""
-        return None if (head := self.trained_head) is None else head.num_tokens
 
     def check(self, num_layers: int) -> None:
         """Raise ValueError unless a target with `num_layers` blocks can run the draft."""

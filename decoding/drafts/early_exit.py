@@ -33,12 +33,6 @@ class EarlyExit(DraftDocument):
         None, description="file of the exit head, beside the profile"
     )
     head_sha256: str | None = Field(None, pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the head's file")
-    draft_vocabulary: int | None = Field(
-        None,
-        ge=1,
-        exclude_if=lambda size: size is None,
-        description="number of tokens that the head drafts from; all without it",
-    )
     bits: Bits = None
     lookup: LookupBefore = None
     runs_model: ClassVar[bool] = True
@@ -47,8 +41,6 @@ class EarlyExit(DraftDocument):
     def _head_is_identified(self) -> EarlyExit:
         if (self.head is None) != (self.head_sha256 is None):
             raise ValueError("a head is given by head and head_sha256, both or neither")
-        if self.draft_vocabulary is not None and self.head is None:
-            raise ValueError("draft_vocabulary belongs to a head: an exit without one drafts from all tokens")
         return self
 
     @property
@@ -57,9 +49,7 @@ class EarlyExit(DraftDocument):
 
     @property
     def phrase(self) -> str:
-        head = "trained head" if self.head else "no head"
-        tokens = f" for {self.draft_vocabulary:,} tokens" if self.draft_vocabulary else ""
-        return f"early exit at layer {self.exit_layer} ({head}{tokens})"
+        return f"early exit at layer {self.exit_layer} ({'trained head' if self.head else 'no head'})"
 
     @property
     def own_columns(self) -> dict[str, Any]:
@@ -70,7 +60,7 @@ class EarlyExit(DraftDocument):
         """The exit head, if there is one. That of a quantised exit rereads: the states before it are not the target's."""
         if self.head is None or self.head_sha256 is None:
             return None
-        return DraftHead(self.head, self.head_sha256, self.draft_vocabulary, rereads=self.bits is not None)
+        return DraftHead(self.head, self.head_sha256, rereads=self.bits is not None)
 
     def check(self, num_layers: int) -> None:
         if self.exit_layer >= num_layers:

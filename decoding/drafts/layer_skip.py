@@ -117,10 +117,6 @@ class LayerSkip(DraftDocument):
             "num_skipped_sublayers": len(self.skip_attention) + len(self.skip_mlp),
         }
 
-    @property
-    def num_tokens(self) -> int | None:
-        return self.ids_below
-
     def check(self, num_layers: int) -> None:
         highest = max((*self.skip_attention, *self.skip_mlp), default=0)
         if highest >= num_layers:

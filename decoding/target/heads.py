@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from decoding.target.lm_heads import DraftVocabulary
-
 if TYPE_CHECKING:
     from decoding.target.target import Target
 
@@ -20,10 +18,8 @@ class ExitHead:
 
     block: nn.Module
     """Block of the model's own class, with keys and values of its own."""
-    vocabulary: DraftVocabulary | None = None
-    """Tokens that it drafts from; None for all."""
 
 
-def new_exit_head(target: Target, vocabulary: DraftVocabulary | None = None) -> ExitHead:
-    """Return a copy of the last block, in its precision, as a new exit head that drafts from `vocabulary`, or from all tokens."""
-    return ExitHead(copy.deepcopy(target.blocks[-1]).requires_grad_(True).eval(), vocabulary)
+def new_exit_head(target: Target) -> ExitHead:
+    """Return a copy of the last block, in its precision, as a new exit head."""
+    return ExitHead(copy.deepcopy(target.blocks[-1]).requires_grad_(True).eval())

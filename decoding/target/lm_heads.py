@@ -1,14 +1,13 @@
-"""The LM head as a target's passes call it: whole, for greedy choices only, the rows of a draft's vocabulary, quantised.
+"""The LM head as a target's passes call it: whole, for greedy choices only, quantised, the rows of a draft's vocabulary.
 
-Drafts may choose from the most frequent tokens only (FR-Spec, arXiv 2502.14856, which ranks by frequency; also EAGLE-3). A
-draft then computes logits for some rows of the LM head, and the other tokens get a logit so low that their probability is
+A quantised draft may choose from the most frequent tokens only (FR-Spec, arXiv 2502.14856, which ranks by frequency). It
+then computes logits for some rows of the LM head, and the other tokens get a logit so low that their probability is
 zero. So everything after it works on the whole vocabulary: the most likely token has its own id, rules see the
 distribution over the chosen tokens, and speculative sampling judges by the distribution that was sampled from. The
-verification is the whole model's, and stays exact.
+verification is the whole model's, and stays exact. The tokens of the text join the frequent ones (`TextRows`, our formulation):
+what a text has said it says again, and its own names and words are the rare tokens that it needs.
 
-A quantised draft's LM head of all tokens has exact logits for the likeliest ones (`decoding.kernels.choice.quantised_lm_head`). Or
-the draft may add the tokens of the text to a few frequent ones (`TextRows`, our formulation): what a text has said it says
-again, and its own names and words are the rare tokens that it needs.
+An LM head of all tokens has exact logits for the likeliest ones in a quantised draft (`decoding.kernels.choice.quantised_lm_head`).
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import cast
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ from decoding.runners.contract import BlockCall
 from decoding.runners.eager import EagerRunner
 from decoding.target.linears import QuantisedLayers, is_plain_linear, with_fast_linears
 from decoding.target.stand_ins import Emit, FixedShapesLMHead, PassState, StandIn
-from decoding.target.weights import Make, ModelWeights
+from decoding.target.weights import ModelWeights
 
 LEFT_OUT = -1e4
 """The logit of other tokens: finite in every precision. If a processor forbids all chosen tokens, a distribution is left."""
@@ -43,42 +42,21 @@ TEXT_SLOTS = 1024
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """The tokens that drafts choose from."""
+    """The tokens that drafts choose from: those with ids below `end`, most frequent in usual tokenizers, and some of the text."""
 
-    token_ids: tuple[int, ...]
-    """Ascending."""
-    num_slots: int = 0
+    end: int
+    num_slots: int
     """Number of tokens of the text that may join them; see `TextRows`."""
 
     @classmethod
     def below(cls, end: int, num_tokens: int | None) -> DraftVocabulary | None:
-        """Return the tokens with ids below `end`, most frequent in usual tokenizers, and slots for those of the text.
-
-        None if these are all of `num_tokens`; their number is unknown where an LM head has no plain rows.
-        """
-        return cls(tuple(range(end)), TEXT_SLOTS) if num_tokens is None or end < num_tokens else None
-
-    @classmethod
-    def of_most_frequent(
-        cls, size: int, num_tokens: int, counts: Sequence[int] | None = None
-    ) -> DraftVocabulary | None:
-        """Return the `size` most frequent of `num_tokens` tokens; None if these are all.
-
-        `counts` are the occurrences of each token id; ids without a count have none. Ties, and all tokens if there are
-        no counts, rank by id. Raises `ValueError` for more counts than tokens.
-        """
-        if counts is not None and len(counts) > num_tokens:
-            raise ValueError(f"{len(counts)} token counts are given, but the LM head has {num_tokens} tokens")
-        if size >= num_tokens:
-            return None
-        known = [*(counts or ()), *[0] * (num_tokens - len(counts or ()))]
-        ranked = sorted(range(num_tokens), key=lambda token: -known[token])
-        return cls(tuple(sorted(ranked[:size])))
+        """Return the vocabulary; None if it has all of `num_tokens`, which are unknown where an LM head has no plain rows."""
+        return cls(end, TEXT_SLOTS) if num_tokens is None or end < num_tokens else None
 
     def rows_of(self, lm_head: nn.Linear) -> nn.Linear:
-        """Return the rows of an LM head as a layer of its own: a copy of (len(token_ids) + num_slots) * hidden numbers."""
+        """Return the rows of an LM head as a layer of its own: a copy of (end + num_slots) * hidden numbers."""
         with torch.inference_mode(False), torch.no_grad():
-            chosen = torch.tensor([*self.token_ids, *self.token_ids[:1] * self.num_slots], device=lm_head.weight.device)
+            chosen = torch.tensor([*range(self.end), *[0] * self.num_slots], device=lm_head.weight.device)
             rows = nn.Linear(lm_head.in_features, len(chosen), bias=False, device="meta")
             rows.weight = nn.Parameter(lm_head.weight[chosen], requires_grad=False)
             if "bias" in dict(lm_head.named_parameters()):
@@ -106,7 +84,7 @@ class TextRows:
 
     def __init__(self, own: nn.Linear, rows: TiledLinear, token_ids: Tensor, vocabulary: DraftVocabulary) -> None:
         self._own, self._rows, self._token_ids = own, rows, token_ids
-        self._first, self._always = len(vocabulary.token_ids), frozenset(vocabulary.token_ids)
+        self._first = vocabulary.end
         self._num_slots = vocabulary.num_slots
         self._slots: dict[int, int] = {}
         """The slot of each token that has one, the oldest first."""
@@ -135,7 +113,7 @@ class TextRows:
     def _fill(self, token_ids: Sequence[int]) -> None:
         # A model may embed tokens, such as those of images, that its LM head cannot write.
         writable = (token for token in dict.fromkeys(token_ids) if token < self._own.out_features)
-        unknown = [token for token in writable if token not in self._always and token not in self._slots]
+        unknown = [token for token in writable if token >= self._first and token not in self._slots]
         if not (new := unknown[-self._num_slots :]):
             return
         for token in new:
@@ -194,9 +172,6 @@ class LMHeads:
         """`logits_by` returns the model's logits with another LM head of that name."""
         self._model, self._runner, self._weights, self._quantised = model, runner, weights, quantised
         self._logits_by = logits_by
-        # Weak: rows are copies of weights, and are not to outlive the views that draft from them.
-        self._rows = WeakValueDictionary[DraftVocabulary, nn.Module]()
-        self._fast_rows = WeakValueDictionary[DraftVocabulary, nn.Module]()
 
     @property
     def num_rows(self) -> int | None:
@@ -225,51 +200,26 @@ class LMHeads:
         return self._weights.copied(partial(choosing_lm_head, own))
 
     def of_drafts(self, vocabulary: DraftVocabulary | None, bits: int | None) -> LMHead | None:
-        """Return the LM head of drafts: all of it, or the rows for a vocabulary; quantised if `bits` are given."""
-        if bits is not None:
-            return self.quantised(vocabulary, bits)
-        return self.whole if vocabulary is None else self._narrow(vocabulary)
+        """Return the LM head of drafts: all of it, or, with quantised weights, the rows for a vocabulary."""
+        return self.whole if bits is None else self.quantised(vocabulary, bits)
 
     def quantised(self, vocabulary: DraftVocabulary | None, bits: int) -> LMHead | None:
-        """Return the LM head for drafts in `bits`; as it is if it is not a plain linear layer."""
-        name = find_lm_head(self._model)
-        if vocabulary is not None:
-            rows = self.rows_for(vocabulary)
-            linear: Make = partial(vocabulary.rows_of, rows.own)  # not the rows themselves, which need not stay
-        elif name is not None and is_plain_linear(own := getattr(self._model, name)):
-            rows, linear = LMHead(name, own, own, None), lambda: own
-        else:
-            return self.whole
-        follows_text = vocabulary is not None and vocabulary.num_slots > 0
-        # Rows that follow a text belong to one view.
-        name_of_rows = "LM head", object() if follows_text else vocabulary
-        pack = quantised_lm_head if vocabulary is None else quantised_linear
-        packed = self._quantised.layer(linear, bits, name_of_rows, pack)
-        text_rows = None
-        if follows_text:
-            assert vocabulary is not None
-            assert rows.token_ids is not None
-            text_rows = TextRows(rows.own, cast(TiledLinear, packed), rows.token_ids, vocabulary)
-        return replace(rows, module=packed, call=None if self.whole is None else self.whole.call, text_rows=text_rows)
+        """Return the LM head for drafts in `bits`; as it is if it is not a plain linear layer.
 
-    def _narrow(self, vocabulary: DraftVocabulary) -> LMHead:
-        """Return the rows of the LM head for `vocabulary` as this target's runner calls them."""
-        narrow = self.rows_for(vocabulary)
-        if self.whole is None:
-            return narrow
-        fast = self._fast_rows.get(vocabulary)
-        if fast is None:
-            fast = with_fast_linears(narrow.module)
-            self._fast_rows[vocabulary] = fast
-        return replace(narrow, module=fast, call=self.whole.call)
-
-    def rows_for(self, vocabulary: DraftVocabulary) -> LMHead:
-        """Return the rows of the LM head for `vocabulary`; raise `UnsupportedModelError` if it has no plain rows."""
-        name = find_lm_head(self._model)
+        Raises `UnsupportedModelError` for a vocabulary then.
+        """
+        name, call = find_lm_head(self._model), None if self.whole is None else self.whole.call
+        if vocabulary is None:
+            if name is None or not is_plain_linear(own := getattr(self._model, name)):
+                return self.whole
+            packed = self._quantised.layer(lambda: own, bits, ("LM head", None), quantised_lm_head)
+            return LMHead(name, own, packed, call)
         if name is None:
             raise UnsupportedModelError("drafts from fewer tokens need a model whose LM head is a plain linear layer")
-        own, rows = getattr(self._model, name), self._rows.get(vocabulary)
-        if rows is None:
-            self._rows[vocabulary] = rows = self._weights.copied(partial(vocabulary.rows_of, own))
-        token_ids = [*vocabulary.token_ids, *[own.out_features] * vocabulary.num_slots]
-        return LMHead(name, own, rows, None, torch.tensor(token_ids, device=own.weight.device))
+        own = getattr(self._model, name)
+        # Rows that follow a text belong to one view.
+        packed = self._quantised.layer(partial(vocabulary.rows_of, own), bits, ("LM head", object()), quantised_linear)
+        rows = [*range(vocabulary.end), *[own.out_features] * vocabulary.num_slots]
+        token_ids = torch.tensor(rows, device=own.weight.device)
+        text_rows = TextRows(own, cast(TiledLinear, packed), token_ids, vocabulary)
+        return LMHead(name, own, packed, call, token_ids, text_rows)

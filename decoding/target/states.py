@@ -70,19 +70,14 @@ def exit_logits(
     """Return logits [batch, length - first, vocabulary] of an exit, from position `first` on.
 
     `states` [batch, length, hidden] are the exit's states of `token_ids` [batch, length]. The block of `head` receives
-    gradients; without a head the states are used as they are. Tokens outside the head's vocabulary get `LEFT_OUT`. With
-    `bits` head and LM head have quantised weights, and nothing receives gradients.
+    gradients; without a head the states are used as they are. With `bits` head and LM head have quantised weights, and nothing
+    receives gradients.
     """
     blocks = target.emitting(states)
-    vocabulary = None if head is None else head.vocabulary
     if head is not None:
         blocks[-1] = Head(head.block if bits is None else target.quantised.within(head.block, bits))
     view = with_blocks(target.model, target.anatomy.path, blocks)
-    if bits is not None:
-        lm_head = target.lm_heads.quantised(vocabulary, bits)
-    else:
-        lm_head = None if vocabulary is None else target.lm_heads.rows_for(vocabulary)
-    if lm_head is not None:
+    if bits is not None and (lm_head := target.lm_heads.quantised(None, bits)) is not None:
         setattr(view, lm_head.name, lm_head.stand_in(PassState()))
     return run_whole(view, token_ids, first)
 

@@ -192,7 +192,7 @@ class ExitView:
     def __init__(self, target: Target, exit_layer: int, head: ExitHead, *, bits: int | None = None) -> None:
         target.check_exit_layer(exit_layer)
         self._target = target
-        block, vocabulary = target.prepare_block(head.block, target.num_layers - 1, bits=bits), head.vocabulary
+        block = target.prepare_block(head.block, target.num_layers - 1, bits=bits)
         passed_by = target.passed_by(target.stack)
         between, after = passed_by[exit_layer:-1], range(exit_layer, target.num_layers)
         before = target.draft_blocks(after, after, bits=bits)[:exit_layer]
@@ -203,7 +203,7 @@ class ExitView:
         step, pending, fill = PassState(), PassState(), PassState()
         narrowed = [LastPosition(block, current=pending) for block in first_blocks(pending)]
         catch_up = Resume(Head(block), pending, appends=True)
-        drafting = partial(target.part, drafts=True, vocabulary=vocabulary, bits=bits)
+        drafting = partial(target.part, drafts=True, bits=bits)
         self._step = drafting([*first_blocks(step), *between, Head(block)], step)
         self._from_pending = drafting([*narrowed, *between, catch_up], pending)
         self._head_only = drafting([*passed_by[:-1], Resume(Head(block), fill)], fill)

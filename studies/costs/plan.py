@@ -16,8 +16,8 @@ FITTED_SHARES = ((0.5, 0.2), (0.2, 0.5), (0.8, 0.5))
 BLOCK_SHARES = (0.33, 0.67, 0.9)
 """Shares of whole blocks that drafts for the fit skip. The largest share exposes a draft's costs outside its blocks."""
 HELD_OUT_SHARES = ((0.15, 0.15), (0.3, 0.1), (0.4, 0.6), (0.6, 0.5))
-FITTED_TOKENS, HELD_OUT_TOKENS = (0.25,), (0.125,)
-"""Shares of the vocabulary that drafts for the fit, and for its error, choose from."""
+FITTED_IDS, HELD_OUT_IDS = 0.25, 0.125
+"""Shares of the token ids that quantised drafts for the fit, and for its error, choose from."""
 NUM_HELD_OUT_QUANTISED = 2
 """Number of skips that quantised passes for the error have, in each precision."""
 BOUNDARIES = (0.5, 0.25, 0.75)
@@ -38,23 +38,17 @@ def plan_passes(terms: Terms, seed: int) -> tuple[list[Pass], list[Pass]]:
     first, *others = terms.contexts
     quantised, held_out_quantised = _quantised(terms, [*attentions, *fitted], held_out or fitted[-1:])
     looking = [DraftStep(skip, first, looks=True) for skip in fitted[: len(BLOCK_SHARES)]]
-    narrow = [DraftStep(skip, first, num_tokens=each) for skip in fitted[:2] for each in _narrow(terms, FITTED_TOKENS)]
-    held_out_narrow = [
-        DraftStep(skip, first, num_tokens=each) for skip in fitted[2:3] for each in _narrow(terms, HELD_OUT_TOKENS)
-    ]
     return (
         # Skipping attention isolates the cost that depends on the context; the first context determines all other terms.
         [
             *_steps([*attentions, *fitted], [first]),
             *looking,
-            *narrow,
             *_steps(attentions, others),
             *_verifications(terms),
             *quantised,
         ],
         [
             *_checks(held_out or fitted[-1:], terms.contexts),
-            *held_out_narrow,
             *_resumed(terms, stream),
             *held_out_quantised,
         ],
@@ -73,16 +67,16 @@ def _quantised(
         every, others = (
             [skip.having(bits=bits) for skip in skips] for skips in (fitted, held_out[:NUM_HELD_OUT_QUANTISED])
         )
-        timed += _steps(every, terms.contexts[:1])
-        narrow = _narrow(terms, FITTED_TOKENS)
-        timed += [DraftStep(every[0], terms.contexts[0], num_tokens=each) for each in narrow]
-        checked += _checks(others, terms.contexts)
+        timed += [*_steps(every, terms.contexts[:1]), *_narrow(terms, every[0], FITTED_IDS)]
+        checked += [*_checks(others, terms.contexts), *_narrow(terms, every[-1], HELD_OUT_IDS)]
     return timed, checked
 
 
-def _narrow(terms: Terms, shares: Iterable[float]) -> list[int]:
-    """Return the sizes of smaller vocabularies; none if drafts choose from all tokens."""
-    return [] if terms.num_tokens is None else [max(1, round(share * terms.num_tokens)) for share in shares]
+def _narrow(terms: Terms, skip: LayerSkip, share: float) -> list[Pass]:
+    """Return a step that chooses from a share of the token ids; none if drafts choose from all."""
+    if terms.num_tokens is None:
+        return []
+    return [DraftStep(skip.having(ids_below=max(1, round(share * terms.num_tokens))), terms.contexts[0])]
 
 
 def _steps(skips: Iterable[LayerSkip], contexts: Sequence[int]) -> Iterator[Pass]:

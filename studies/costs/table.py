@@ -38,14 +38,13 @@ class TermSeconds(Document):
     narrowed: Seconds = Field(description="further seconds of a block that processes only the last of several tokens")
     choice: Seconds = Field(description="further seconds of a draft step: choosing the token and keeping it")
     look: Seconds = Field(description="further seconds of a draft step if a rule looks at the distribution")
-    left_out: Seconds = Field(0.0, description="seconds that a draft step saves if it leaves the whole vocabulary out")
     quantised_rest: tuple[Seconds, ...] = Field((), description="by precision: `rest` of a quantised draft step")
     quantised_attention: tuple[tuple[Seconds, ...], ...] = Field(
         (), description="by precision and by kind: a quantised attention sublayer after the shortest context"
     )
     quantised_mlp: tuple[tuple[Seconds, ...], ...] = Field((), description="by precision and by kind: a quantised MLP")
     quantised_left_out: tuple[Seconds, ...] = Field(
-        (), description="by precision: `left_out` of a quantised draft step"
+        (), description="by precision: seconds that a draft step saves if it leaves the whole vocabulary out"
     )
 
 
@@ -91,7 +90,7 @@ class CostTable(Document):
     def draft_seconds(self, draft: Draft, *, context: float) -> float:
         """Return the seconds of one draft step, with the choice of its token."""
         has_head = draft.trained_head is not None
-        return self._predict(DraftStep(self._skipped(draft), context, has_head=has_head, num_tokens=draft.num_tokens))
+        return self._predict(DraftStep(self._skipped(draft), context, has_head=has_head))
 
     def verify_seconds(self, draft: Draft, num_drafted: int, *, context: float, prefix_reuse: bool) -> float:
         """Return the seconds of verifying `num_drafted` tokens.

@@ -80,8 +80,6 @@ class DraftStep:
     """True if a block of the last one's kind follows the others."""
     looks: bool = False
     """True if a rule looks at the distribution before the next step."""
-    num_tokens: int | None = None
-    """Size of the vocabulary that the draft chooses from; None for the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +120,6 @@ class Terms:
             "narrowed": (),
             "choice": (),
             "look": (),
-            "left_out": (),
             "quantised_rest": (len(self.bits),),
             "quantised_attention": (len(self.bits), _count(self.kinds.attention)),
             "quantised_mlp": (len(self.bits), _count(self.kinds.mlp)),
@@ -173,15 +170,13 @@ class Terms:
 
     def _add_rest(self, terms: dict[str, Vector], at_context: Vector, step: DraftStep) -> None:
         """Add a draft step without its blocks: the embedding and the LM head, or the rows of it that the draft computes."""
-        share = self._share_left_out(step.num_tokens)
         if step.skip.bits is None:
             terms["rest"][0] += at_context
-            terms["left_out"] -= share
             return
         index = self._index_of(step.skip.bits)
         terms["rest"][0] += self._beyond_first(at_context)
         terms["quantised_rest"][index] += 1
-        terms["quantised_left_out"][index] -= share
+        terms["quantised_left_out"][index] -= self._share_left_out(step.skip.ids_below)
 
     def _beyond_first(self, at_context: Vector) -> Vector:
         """Return the weights of what a context adds to the first one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from decoding.exit_heads import (
 from decoding.fingerprint import fingerprint
 from decoding.head_folder import HeadFolder
 from decoding.memory import without_garbage_collection
-from decoding.target import DraftVocabulary, Target
+from decoding.target import Target
 from decoding.target.heads import new_exit_head
 from tests.support.heads import training, write_heads
 from tests.support.tiny import tiny_target
@@ -145,27 +146,14 @@ def test_head_is_read_back_as_it_was_written(target: Target, tmp_path: Path) -> 
     assert [file.name for file in tmp_path.iterdir()] == ["h.safetensors"], "nothing is left beside it"
 
 
-def test_vocabulary_of_a_head_is_read_back(target: Target, tmp_path: Path) -> None:
-    chosen = DraftVocabulary((0, 3, 7, 12))
-    path = tmp_path / head_name(2)
-    save_head(path, new_exit_head(target, chosen), facts_of(target))
-    assert read_facts(path).draft_vocabulary == 4
-    assert load_exit_head(path, target, 2).vocabulary == chosen
-    (draft,) = HeadFolder(target, tmp_path).drafts([2]).values()
-    assert draft.draft_vocabulary == 4
-    assert "4 tokens" in draft.describe()
-
-
-def test_vocabulary_of_another_model_is_refused(target: Target, tmp_path: Path) -> None:
-    path = tmp_path / head_name(2)
-    wrong: list[tuple[tuple[int, ...] | None, dict[str, int]]] = [
-        *((ids, {}) for ids in ((3, 0), (0, 0), (-1, 5), (5, 10**6))),
-        (None, {"draft_vocabulary": 4}),  # claimed, and not there
-    ]
-    for token_ids, claims in wrong:
-        head = new_exit_head(target, None if token_ids is None else DraftVocabulary(token_ids))
-        save_head(path, head, facts_of(target).model_copy(update=claims))
-        with pytest.raises(ExitHeadError, match="its draft vocabulary is not one of this model"):
+def test_head_that_drafts_from_some_tokens_only_is_refused(target: Target, path: Path) -> None:
+    stored = facts_of(target).model_dump(mode="json", by_alias=True)
+    for size, refusal in (
+        (None, nullcontext()),
+        (4, pytest.raises(ExitHeadError, match=r"from 4 tokens only.*distil it anew")),
+    ):
+        save_file(load_file(path), path, metadata={METADATA_KEY: json.dumps({**stored, "draft_vocabulary": size})})
+        with refusal:
             load_exit_head(path, target, 2)
 
 

@@ -41,11 +41,11 @@ STORED: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"skip_attention": "-", "skip_mlp": "-", "num_skipped_sublayers": 0, "bits": 8, "ids_below": 16384},
     ),
     (
-        f"{{kind: early_exit, exit_layer: 2, {HEAD}, draft_vocabulary: 500, bits: 4, lookup: "
+        f"{{kind: early_exit, exit_layer: 2, {HEAD}, bits: 4, lookup: "
         "{method: suffix_automaton, min_match: 1, max_spec_factor: 2.0, min_token_prob: 0.3, max_tokens: 10}}"
     ): (
-        "suffix automaton (matches from 1, factor 2, probability 0.3, 10 tokens), then early exit at layer 2 (trained head for "
-        "500 tokens) in int4",
+        "suffix automaton (matches from 1, factor 2, probability 0.3, 10 tokens), then early exit at layer 2 (trained head) "
+        "in int4",
         "quantised exit with head",
         {
             "exit_layer": 2,
@@ -104,11 +104,11 @@ def test_a_stored_draft_loads_and_says_the_same(tmp_path: Path) -> None:
         assert DraftProfile.load(tmp_path / "again.yaml") == profile
 
 
-def test_a_draft_with_a_retired_part_is_refused_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["tree: {shape: fixed, leaves: 3}", "draft_vocabulary: 500"])
+def test_a_draft_with_a_retired_part_is_refused_in_one_line(part: str, tmp_path: Path) -> None:
     stored = tmp_path / "stored.yaml"
-    draft = "{kind: early_exit, exit_layer: 3, tree: {shape: fixed, leaves: 3}}"
-    stored.write_text(PROFILE.replace("DRAFT", draft), encoding="utf-8")
-    with pytest.raises(ProfileError, match=r"unknown key 'draft\.tree'; valid: bits, .*lookup$"):
+    stored.write_text(PROFILE.replace("DRAFT", f"{{kind: early_exit, exit_layer: 3, {part}}}"), encoding="utf-8")
+    with pytest.raises(ProfileError, match=rf"unknown key 'draft\.{part.partition(':')[0]}'; valid: bits, .*lookup$"):
         DraftProfile.load(stored)
 
 

@@ -139,11 +139,6 @@ def engine(**changes: Any) -> Any:
         ({}, LayerSkip(bits=8), "int8 weights, which vLLM does not make"),
         ({}, EarlyExit(exit_layer=2, head="none.safetensors", head_sha256="0" * 64), "there is no"),
         ({}, EarlyExit(exit_layer=2, head="head.safetensors", head_sha256="0" * 64), "its contents differ"),
-        (
-            {},
-            EarlyExit(exit_layer=2, head="h.safetensors", head_sha256="0" * 64, draft_vocabulary=8),
-            "distil one for all of them",
-        ),
     ],
 )
 def test_what_cannot_be_done_is_refused_at_the_start(

@@ -28,7 +28,8 @@ def made_up_costs(
     def seconds(each: Pass) -> float:
         if isinstance(each, DraftStep):
             skipped = len(each.skip.skip_attention) + len(each.skip.skip_mlp)
-            left_out = 0.0 if each.num_tokens is None else 1.0 - each.num_tokens / target.config.vocab_size
+            below = each.skip.ids_below
+            left_out = 0.0 if below is None else 1.0 - below / target.config.vocab_size
             return SHARES[each.skip.bits] * (1.0 + 2 * target.num_layers - skipped - of_lm_head * left_out)
         further = each.width - 1
         return 1.0 + 2 * target.num_layers + 0.05 * further * (1 + 2 * (target.num_layers - each.boundary))

@@ -11,7 +11,7 @@ import torch
 from decoding.drafts import EarlyExit
 from decoding.exit_heads import ExitFigures, HeadFacts, HeadTraining, head_name, save_head
 from decoding.fingerprint import fingerprint
-from decoding.target import DraftVocabulary, ExitHead, Target
+from decoding.target import ExitHead, Target
 from decoding.target.heads import new_exit_head
 
 
@@ -54,9 +54,9 @@ def write_heads(target: Target, folder: Path, exit_layers: Iterable[int], **fact
     return drafts
 
 
-def untrained_head(target: Target, seed: int = 0, vocabulary: DraftVocabulary | None = None) -> ExitHead:
+def untrained_head(target: Target, seed: int = 0) -> ExitHead:
     """Return a disturbed copy of the last block, whose drafts are accepted sometimes but not always."""
-    head = new_exit_head(target, vocabulary)
+    head = new_exit_head(target)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in head.block.parameters():

@@ -115,12 +115,12 @@ def _dropped_fates(profile: DraftProfile, dropped: Collection[str]) -> Iterator[
     draft = profile.draft
     if draft.parts.bits is not None and "bits" in dropped:
         yield ("draft's weights", f"int{draft.parts.bits}", "lost", "as in the model, as asked (--drop bits)")
-    if draft.num_tokens is not None:
+    if draft.parts.ids_below is not None:
         yield (
-            "draft vocabulary",
-            f"{draft.num_tokens:,} tokens",
+            "choice of the draft",
+            f"from ids below {draft.parts.ids_below:,} and the text's",
             "lost",
-            "all tokens, as asked (--drop draft-vocabulary)",
+            "from all ids",
         )
 
 

@@ -15,13 +15,8 @@ NATIVE_RULES = tuple(name for name, rule in RULES.items() if not issubclass(rule
 
 def native_flags(profile: DraftProfile, path: Path) -> tuple[str, ...] | None:
     """Return the flags by which vLLM drafts with a profile itself, with the plugin of `plugins/vllm`; None if that cannot."""
-    draft, head = profile.draft, profile.draft.trained_head
-    rule = profile.draft_length
-    if not draft.drafts or draft.parts.bits:
-        return None
-    if isinstance(rule, CostAwareRule) and rule.costs is None:
-        return None
-    if head is not None and head.num_tokens is not None:
+    draft, rule = profile.draft, profile.draft_length
+    if not draft.drafts or draft.parts.bits or (isinstance(rule, CostAwareRule) and rule.costs is None):
         return None
     speculative = {
         "method": "custom_class",

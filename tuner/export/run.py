@@ -20,7 +20,7 @@ from decoding.deploy import load_decoder
 from decoding.deploy.mismatch import check_target
 from decoding.head_folder import HeadFolder
 from decoding.profile import DraftProfile
-from decoding.target import ExitHead, Target
+from decoding.target import Target
 from decoding.text import Ending
 from studies.prediction.survey import Survey
 from tuner.errors import DatasetError, ExportError
@@ -161,8 +161,8 @@ def write_draft(
     assert plan.shape is not None, "there is a draft to write"
     target = Target(source.loaded.model)
     head = None
-    if draft.trained_head is not None:  # a draft vocabulary has been dropped
-        head = ExitHead(HeadFolder(target, source.folder).get(cast("EarlyExit", draft)).block)
+    if draft.trained_head is not None:
+        head = HeadFolder(target, source.folder).get(cast("EarlyExit", draft))
     progress.stage("writing the draft")
     folder = building / DRAFT_FOLDER
     num_bytes = write_checkpoint(target, plan.shape, head, folder)

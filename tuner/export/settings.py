@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from tuner.export.engines.registry import ENGINES
-from tuner.export.shape import Droppable
 from tuner.fields import (
     ENGINE,
     OUTPUTS,
@@ -20,11 +19,9 @@ FOLDER = "folder"
 
 if TYPE_CHECKING:
     Destination = str
-    Drop = str
 else:
     # From the registries, so that a new engine is a choice without another list.
     Destination = Literal[(FOLDER, *ENGINES)]
-    Drop = Literal[tuple(each.value for each in Droppable)]
 
 
 class ExportSettings(ProfileSettings):
@@ -44,8 +41,8 @@ class ExportSettings(ProfileSettings):
         description="tune.json of `sdtune tune --profile`: its schedule of tokens to draft by number of sequences.",
         json_schema_extra={**ENGINE, "metavar": "FILE"},
     )
-    drop: tuple[Drop, ...] = Field(
-        (), description="Export without this property of the draft; may be repeated.", json_schema_extra=ENGINE
+    drop: tuple[Literal["bits"], ...] = Field(
+        (), description="Export a quantised draft with the model's own weights.", json_schema_extra=ENGINE
     )
     device: Device = "cpu"
     copy_weights: bool = Field(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from decoding.drafts import DraftDocument
@@ -19,13 +18,6 @@ NOT_PER_LAYER = ("token_id", "token_ids", "architectures")
 
 
 DEPLOY_TO = "tune for an engine by sdtune search ... --deploy-to vllm|llama.cpp"
-
-
-class Droppable(StrEnum):
-    """A property of a draft without which it may be exported, if the user says so."""
-
-    BITS = "bits"
-    DRAFT_VOCABULARY = "draft-vocabulary"
 
 
 @dataclass(frozen=True)
@@ -53,21 +45,15 @@ class DraftShape:
 
 
 def reduced(draft: DraftDocument, drops: Collection[str], *, keeps_bits: bool) -> DraftDocument:
-    """Return the draft without what is dropped: its quantised weights, and its choice among fewer token ids.
+    """Return the draft as engines choose its tokens, from all ids, and with the model's own weights if `drops` has `bits`.
 
-    `keeps_bits` tells that the engine can quantise drafts itself. Raises `ExportError` for what the engine cannot express and is
-    not among `drops`, with the flag that drops it.
+    `keeps_bits` tells that the engine can quantise drafts itself. Raises `ExportError` for bits that it cannot, and that are not
+    dropped, with the flag that drops them.
     """
-    if draft.num_tokens is not None:
-        if Droppable.DRAFT_VOCABULARY not in drops:
-            raise ExportError(
-                f"the draft chooses from {draft.num_tokens:,} tokens only, and engines want all of the model's: "
-                "--drop draft-vocabulary exports it for all tokens, a slower draft"
-            )
-        draft = draft.having(ids_below=None)
-    if draft.parts.bits is None or (keeps_bits and Droppable.BITS not in drops):
+    draft = draft.having(ids_below=None)
+    if draft.parts.bits is None or (keeps_bits and "bits" not in drops):
         return draft
-    if Droppable.BITS not in drops:
+    if "bits" not in drops:
         raise ExportError(
             f"the draft has int{draft.parts.bits} weights, which this engine does not make: {DEPLOY_TO}; or --drop bits "
             "exports it without them, --to llama.cpp quantises it there, and --to folder keeps everything"

@@ -25,7 +25,6 @@ from tuner.heads.limits import TimeLimit
 from tuner.heads.plan import Distillation, heads_at_once
 from tuner.heads.texts import GeneratedText, TextPlan, generate_texts, num_response_tokens
 from tuner.heads.training import Losses, Run, Student, evaluate, train
-from tuner.heads.vocabulary import choose_vocabulary
 from tuner.inputs.memory import explained_shortage
 from tuner.progress import Progress
 from tuner.results import device_name, git_revision, versions
@@ -79,12 +78,11 @@ def distil(
     progress.stage("evaluating without trained heads", len(unseen))
     before = figures(heads=dict.fromkeys(exits))
     evaluated = limit.spent - evaluated
-    vocabulary = choose_vocabulary(target, texts, settings)
     facts, training_seconds, num_begun = dict[int, HeadFacts](), 0.0, 0
     for group in _groups(work, exits, progress):
         seconds = limit.for_group(len(group), len(exits) - num_begun, evaluated)
         num_begun += len(group)
-        students = {layer: Student(new_exit_head(target, vocabulary)) for layer in group}
+        students = {layer: Student(new_exit_head(target)) for layer in group}
         run = Run(students, most_seconds=seconds)
         _train(work, run, texts, progress, on_losses, overwrite=overwrite)
         heads = {layer: student.stored_head() for layer, student in students.items()}

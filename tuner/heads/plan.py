@@ -19,7 +19,6 @@ from tuner.fields import PromptSettings
 from tuner.heads.checkpoint import differences
 from tuner.heads.limits import DistillationTime, distillation_time, heads_that_fit
 from tuner.heads.texts import TextPlan
-from tuner.heads.vocabulary import draft_vocabulary_size
 from tuner.inputs.memory import ModelSize, free_bytes, refuse_too_large, size_of_checkpoint
 from tuner.inputs.models import Loaded, load
 from tuner.inputs.prompts import Prompt, PromptSet, load_prompts, search_prompts
@@ -96,7 +95,6 @@ class Distillation:
         A stored head of another identity is never reused.
         """
         decisive = self.settings.model_dump(include={"steps", "timeout", "batch_size", "learning_rate"})
-        decisive["draft_vocabulary"] = draft_vocabulary_size(self.target, self.settings)
         return {**self.training_texts.identity(self.model, self.target.dtype), **decisive}
 
     @property

@@ -1,9 +1,8 @@
 """Joint training of heads by distillation, and their figures as drafts on given texts.
 
 Each step runs the target once, then each head in turn. The loss is the cross-entropy of a head's distribution against the
-target's (soft labels), over the tokens of the responses. It is reported minus its lower bound, the entropy of the labels if
-the head drafts from all tokens: a loss of 0 means that the head predicts the target exactly. A head with a vocabulary of its
-own learns the labels of these tokens, with the weight that the target gives them together.
+target's (soft labels), over the tokens of the responses. It is reported minus its lower bound, the entropy of the labels:
+a loss of 0 means that the head predicts the target exactly.
 
 A head starts as a copy of the target's last block. It computes in the target's precision, as in production, while the optimizer
 updates float32 master weights. The structure of a step, the schedule and the rates are our formulation.
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 from decoding.errors import DistillationError
 from decoding.exit_heads import ExitFigures
-from decoding.target import DraftVocabulary, ExitHead, Target
+from decoding.target import ExitHead, Target
 from decoding.target.states import exit_logits, exit_states
 from tuner.config import DistillSettings
 from tuner.heads.texts import GeneratedText, Schedule, TrainingBatch, batches_by_length
@@ -147,17 +146,12 @@ def train_step(
     """
     with torch.no_grad():
         states, logits = exit_states(target, batch.token_ids, list(students), first=batch.first)
-        all_labels = torch.softmax(logits[batch.response_mask].float(), dim=-1)  # [tokens, vocabulary]
+        labels = torch.softmax(logits[batch.response_mask].float(), dim=-1)  # [tokens, vocabulary]
         del logits
-    losses, known = {}, dict[DraftVocabulary | None, tuple[Tensor, float]]()
+    losses, least = {}, float(torch.special.entr(labels).sum())
     for exit_layer, student in students.items():
-        vocabulary = student.head.vocabulary
-        if vocabulary not in known:
-            chosen = of_vocabulary(all_labels, vocabulary)
-            known[vocabulary] = chosen, least_loss(chosen)
-        labels, least = known[vocabulary]
         drafted = exit_logits(target, batch.token_ids, states.pop(exit_layer), student.head, first=batch.first)
-        loss = soft_label_loss(of_vocabulary(drafted[batch.response_mask], vocabulary), labels)
+        loss = soft_label_loss(drafted[batch.response_mask], labels)
         loss.backward()
         student.update(len(labels), learning_rate)
         losses[exit_layer] = (loss.item() - least) / len(labels)
@@ -207,25 +201,12 @@ def acceptance(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     return torch.minimum(p, q).sum(dim=-1)
 
 
-def of_vocabulary(values: Tensor, vocabulary: DraftVocabulary | None) -> Tensor:
-    """Return the columns of `values` [tokens, all tokens] that belong to `vocabulary`; all without one."""
-    if vocabulary is None:
-        return values
-    return values.index_select(-1, torch.tensor(vocabulary.token_ids, device=values.device))
-
-
 def soft_label_loss(draft_logits: Tensor, labels: Tensor) -> Tensor:
     """Return the cross-entropy of softmax(`draft_logits`) against `labels`, in nats summed over tokens.
 
-    Both are [tokens, vocabulary]. The rows of `labels` are distributions, or what they give to a smaller vocabulary.
+    Both are [tokens, vocabulary]. The rows of `labels` are distributions: their entropy is the least loss.
     """
     return F.cross_entropy(draft_logits.float(), labels, reduction="sum")
-
-
-def least_loss(labels: Tensor) -> float:
-    """Return the lower bound of `soft_label_loss`, reached by a draft proportional to each row of `labels`."""
-    mass = labels.sum(dim=-1)
-    return float(torch.special.entr(labels).sum() - torch.special.entr(mass).sum())
 
 
 def default_learning_rate(target: Target) -> float:

@@ -35,7 +35,7 @@ from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafts import BitWidth, LayerSkip
 from decoding.fingerprint import fingerprint, hash_json
 from decoding.lockstep import shared_batch_size
-from decoding.target import DraftVocabulary, ResumeView, TappedView, Target
+from decoding.target import ResumeView, TappedView, Target
 from decoding.text import Ending
 from decoding.timing.passes import Prompted, PromptedBatch, between_plain
 from studies.costs.fit import fit_costs
@@ -134,7 +134,7 @@ class PassTimer:
     def __init__(self, target: Target, *, most_tokens: int, seed: int, num_sequences: int = 1) -> None:
         self._target, self._room, self._seed, self._num_texts = target, most_tokens, seed, num_sequences
         # Plain dictionaries: a cached method would refer to itself, and keep all this until a garbage collection.
-        self._drafters: dict[tuple[LayerSkip, int | None], LayerSkipDrafter] = {}
+        self._drafters: dict[LayerSkip, LayerSkipDrafter] = {}
         self._views: dict[int, ResumeView] = {}
         self._batches: dict[int, PromptedBatch] = {}
         self._states: dict[int, dict[Prompted, Tensor]] = {}
@@ -181,7 +181,7 @@ class PassTimer:
 
     def _draft(self, each: DraftStep, batch: PromptedBatch) -> float:
         skip, num_sublayers = each.skip, 2 * self._target.num_layers
-        drafter = self._drafter(skip, each.num_tokens)
+        drafter = self._drafter(skip)
         run: float = num_sublayers - len(skip.skip_attention) - len(skip.skip_mlp)
         if skip.bits is not None:
             run *= skip.bits / (8 * self._target.dtype.itemsize)
@@ -195,15 +195,11 @@ class PassTimer:
 
         return batch.seconds(draft) / steps
 
-    def _drafter(self, skip: LayerSkip, num_tokens: int | None) -> LayerSkipDrafter:
-        key = skip, num_tokens
-        if key not in self._drafters:
-            vocabulary = num_tokens and DraftVocabulary.of_most_frequent(num_tokens, self._target.config.vocab_size)
+    def _drafter(self, skip: LayerSkip) -> LayerSkipDrafter:
+        if skip not in self._drafters:
             # Prefix reuse hardly changes a step, and would first check with several passes that a verification may resume.
-            self._drafters[key] = LayerSkipDrafter(
-                self._target, skip, prefix_reuse=False, vocabulary=vocabulary or None
-            )
-        return self._drafters[key]
+            self._drafters[skip] = LayerSkipDrafter(self._target, skip, prefix_reuse=False)
+        return self._drafters[skip]
 
     def _resumed(self, width: int, boundary: int, context: int) -> Callable[[Prompted], object]:
         """Return a verification that resumes at block `boundary`."""

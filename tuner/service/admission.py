@@ -53,7 +53,6 @@ LIMITS: Mapping[str, float] = MappingProxyType(
         "distillation.steps": 20_000,
         "distillation.batch_size": 128,
         "distillation.writing_batch_size": 512,
-        "distillation.draft_vocabulary": 1_000_000,
         "distillation.heads_at_once": 256,
         "distillation.checkpoint_every": 1_000_000,
         "studies": 100_000,

@@ -20,17 +20,15 @@ from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafters.prompt_lookup import LookupFirst
 from decoding.drafts import EarlyExit, Lookup
 from decoding.rounds import Generation
-from decoding.target import DraftVocabulary, ExitHead, ExitView, Target
+from decoding.target import ExitHead, ExitView, Target
 from decoding.target.heads import new_exit_head
 from decoding.target.states import exit_logits, exit_states
 from decoding.text import Ending, TokenSequence
 from tests.support.families import (
     NUM_LAYERS,
     SUPPORTED,
-    VOCABULARY,
     build,
     some_tokens,
-    static_target_of,
     target_of,
 )
 from tests.support.generations import AnyLength
@@ -50,24 +48,6 @@ def plain(target: Target, request: Request) -> tuple[int, ...]:
 
 def write(target: Target, drafter: Drafter, controller: Controller, request: Request) -> Generation:
     return Generation.collect(speculative(target, drafter, controller, request))
-
-
-@pytest.mark.parametrize(("family", "target_with"), [("llama", target_of), ("gemma3", static_target_of)])
-def test_head_with_a_vocabulary_of_its_own_drafts_from_it(family: str, target_with: TargetOf) -> None:
-    target = target_with(family)
-    request, chosen = request_of(9), DraftVocabulary(tuple(range(0, VOCABULARY, 3)))
-    drafter = EarlyExitDrafter(target, 2, untrained_head(target, vocabulary=chosen))
-    sequence = TokenSequence(request.prompt, len(request.prompt) + 8, target.device)
-    cache = target.new_cache(len(request.prompt) + 8)
-    first = int(drafter.prefill(sequence, cache).argmax())
-    cache.length = len(request.prompt)
-    sequence.append([first])
-    drafter.draft(sequence, cache, Controller(4), Request([0], Ending(9)), 4)
-    drafted = sequence.span(sequence.length, sequence.length + 4)[0].tolist()
-    assert set(drafted) <= set(chosen.token_ids)
-    generation = write(target, drafter, Controller(4), request)
-    assert generation.tokens == plain(target, request), "verification uses all tokens"
-    assert not set(generation.tokens) <= set(chosen.token_ids)
 
 
 @pytest.mark.parametrize("family", SUPPORTED)

@@ -25,9 +25,8 @@ from decoding.runners.eager import EagerRunner
 from decoding.runners.static import StaticRunner
 from decoding.target import DraftView, Target, agree
 from decoding.target import linears as module_under_test
-from decoding.target.lm_heads import LEFT_OUT, DraftVocabulary
 from decoding.text import Ending
-from tests.support.families import SUPPORTED, VOCABULARY, build, some_tokens, static_target_of, target_of
+from tests.support.families import SUPPORTED, build, some_tokens, static_target_of, target_of
 from tests.support.generations import write_plainly
 from tests.support.grid import WITHOUT_LINEARS
 
@@ -36,7 +35,6 @@ RUNNERS: dict[str, Callable[..., EagerRunner]] = {
     "eager": EagerRunner,
     "static": functools.partial(StaticRunner, compiled=False),
 }
-EVERY_THIRD = DraftVocabulary(tuple(range(0, VOCABULARY, 3)))
 
 
 def rounded(model: PreTrainedModel, bits: int) -> PreTrainedModel:
@@ -91,16 +89,6 @@ def test_rounds_are_those_of_the_passes() -> None:
     fresh = target.new_cache(20)
     target.forward(TOKENS[:, :-1], fresh, 0)
     assert agree(logits[0], view.run(TOKENS[:, -1:], fresh, start).logits)
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-@torch.inference_mode()
-def test_small_vocabulary_is_quantised_too(runner: str) -> None:
-    target = Target(build("llama"), RUNNERS[runner])
-    whole, found = logits_after(target, bits=8), logits_after(target, bits=8, vocabulary=EVERY_THIRD)
-    chosen = torch.tensor(EVERY_THIRD.token_ids)
-    assert agree(found[:, chosen], whole[:, chosen])
-    assert (found == LEFT_OUT).sum() == VOCABULARY - len(chosen)
 
 
 @pytest.mark.skipif(

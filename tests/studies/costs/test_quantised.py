@@ -34,7 +34,8 @@ def seconds_of(each: Pass) -> float:
         )
     if isinstance(each, Verification):
         return blocks + 0.25 * far + 5.0 + (each.width - 1) * 2.0
-    left_out = 0.0 if each.num_tokens is None else 1 - each.num_tokens / NUM_TOKENS
+    below = each.skip.ids_below
+    left_out = 0.0 if below is None else 1 - below / NUM_TOKENS
     return blocks + 0.25 * far + (5.0 - 3.0 * left_out) * share + 0.7
 
 
@@ -55,7 +56,7 @@ def test_the_fit_recovers_known_seconds(table: CostTable, bits: BitWidth, contex
         LayerSkip(bits=bits, ids_below=1000),
         LayerSkip(skip_attention=(0, 2, 8), skip_mlp=(2, 3), bits=bits),
     ):
-        known = seconds_of(DraftStep(skip, context, num_tokens=skip.ids_below))
+        known = seconds_of(DraftStep(skip, context))
         assert table.draft_seconds(skip, context=context) == pytest.approx(known, rel=1e-6)
 
 
