@@ -27,7 +27,8 @@ from tuner.bench.task import prepare_bench
 from tuner.measuring.baseline import decode_baseline
 from tuner.measuring.paired import Bench
 
-ALL = "all"
+ALL, WARM_UP = "all", 3
+"""The column of all tasks, and the first prompts, which warm the rules up and are not measured."""
 
 
 def main() -> None:
@@ -47,7 +48,7 @@ def main() -> None:
     profile, decoding = task.profile, task.profile.decoding
     if args.temperature is not None:
         decoding = decoding.model_copy(update={"temperature": args.temperature})
-    prompts = [*task.choosing, *task.measured]
+    prompts = task.measured
     baseline = decode_baseline(
         task.target,
         [prompt.token_ids for prompt in prompts],
@@ -56,7 +57,7 @@ def main() -> None:
     )
     heads = HeadFolder(task.target, args.profile.parent)
     bench = Bench(task.target, baseline, decoding=decoding, heads=heads, seed=config.seed, top_p=args.top_p)
-    warm_up = [index for index, row in enumerate(baseline.rows) if row < len(task.choosing)]
+    warm_up = [index for index, row in enumerate(baseline.rows) if row < WARM_UP]
     indices = [index for index in bench.indices if index not in warm_up]
     if not warm_up or len(indices) < 2:
         raise ValueError("rules need 2 prompts to measure and 1 to warm up with outputs that are long enough")

@@ -18,7 +18,6 @@ from tuner.measuring.contender import PLAIN, PROFILE, Contender, reason_of
 from tuner.measuring.generation import (
     ONE_SEQUENCE,
     StockGeneration,
-    fastest_exit,
     stock_generate,
     stock_prompt_lookup,
 )
@@ -66,13 +65,6 @@ def _ours(name: str, task: BenchTask) -> Contender:
     return OwnDecoding(name, decoder, task.eos_token_ids, description=how, settings=settings, history=history)
 
 
-def _stock_early_exit(name: str, task: BenchTask) -> Contender:
-    prompts = [prompt.token_ids for prompt in task.choosing]
-    return fastest_exit(
-        name, task.loaded.model, task.eos_token_ids, prompts, task.target.num_layers, task.max_new_tokens
-    )
-
-
 def _stock_static(name: str, task: BenchTask) -> Contender:
     # One size for all prompts: transformers would otherwise compile again for each prompt longer than the ones before.
     positions = max(len(prompt.token_ids) for prompt in task.measured) + task.max_new_tokens
@@ -94,12 +86,10 @@ CONTENDERS: dict[str, Factory] = {
     PLAIN: _ours,
     **{f"{who}-{mode}": _ours for mode in MODES for who in (PLAIN, PROFILE)},
     "hf": lambda name, task: stock_generate(name, task.loaded.model, task.eos_token_ids),
-    "hf-early-exit": _stock_early_exit,
     "hf-prompt-lookup": lambda name, task: stock_prompt_lookup(name, task.loaded.model, task.eos_token_ids),
     "hf-static": _stock_static,
 }
 ONE_TEXT_ONLY: Mapping[str, str] = {
-    "hf-early-exit": ONE_SEQUENCE,
     "hf-prompt-lookup": ONE_SEQUENCE,
     **{f"{who}-{BITWISE}": "bit-exact mode decodes one sequence at a time" for who in ALWAYS},
 }

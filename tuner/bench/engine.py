@@ -130,9 +130,12 @@ def engine_task(config: BenchConfig, progress: Progress) -> Iterator[EngineTask]
     plan = export(settings, progress, loaded=task.loaded).plan
     assert plan is not None, "an engine's export has a plan"
     with tempfile.TemporaryDirectory(prefix="sdtune-engine-") as logs:
-        texts = (*task.measured, *task.choosing)
         server = ServerSettings.of(
-            texts, task.max_new_tokens, task.target.config, threads=config.threads, engine_args=config.engine_args
+            task.measured,
+            task.max_new_tokens,
+            task.target.config,
+            threads=config.threads,
+            engine_args=config.engine_args,
         )
         engine = EngineTask(task, program, version, plan, server, Path(logs))
         progress.stage(f"files for {program.title}")

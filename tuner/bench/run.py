@@ -62,7 +62,6 @@ def run_bench(task: BenchTask, progress: Progress) -> BenchResult:
 
     Raises DatasetError if too few prompts have continuations long enough to measure.
     """
-    progress.stage("contenders choose on tuning prompts")
     contenders, left_out = enter(task)
     turns = Interleaved(contenders, may_fail=[each.name for each in contenders if each.name not in ALWAYS])
     progress.stage("warming up")

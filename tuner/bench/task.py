@@ -1,4 +1,4 @@
-"""Inputs of `sdtune bench`, loaded and checked: a profile on its model, held-out prompts, and tuning prompts for choices."""
+"""Inputs of `sdtune bench`, loaded and checked: a profile on its model, and held-out prompts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ from tuner.progress import Progress
 from tuner.results import public_name, stamped
 
 USUAL_NEW_TOKENS = 64
-CHOOSING_PROMPTS = 3
-"""Tuning prompts on which contenders choose their options."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,6 @@ class BenchTask:
     """Sentence that says whether the profile was tuned on the measured prompts."""
     notes: tuple[str, ...]
     """Lines about the prompts, such as how many were left out or cut."""
-    choosing: tuple[Prompt, ...]
     measured: tuple[Prompt, ...]
     """Prompts of whole batches, in order."""
     num_over: int
@@ -94,7 +91,6 @@ class BenchTask:
             "seed": config.seed,
             **{name: getattr(config, name) for name in PromptSettings.model_fields},
             "eos_token_ids": sorted(self.eos_token_ids),
-            "tuning_rows": [prompt.row for prompt in self.choosing],
             "rows": [prompt.row for prompt in self.measured],
             "dtype": str(self.target.dtype).removeprefix("torch."),
         }
@@ -138,12 +134,8 @@ def prepare_bench(config: BenchConfig, progress: Progress) -> BenchTask:
             f"--prompts {num_measured} is more than the {len(found.held_out)} that are held out; --held-out-prompts "
             f"{num_measured} splits the dataset anew, and the search may have been tuned on some of these"
         )
-    if not found.tuning:
-        raise ConfigError(
-            f"{config.dataset} has no prompt beside the held-out ones, and contenders choose their options on others: give it more"
-        )
     num_over = _num_over(config.batch_size, num_measured)
-    choosing, measured = found.tuning[:CHOOSING_PROMPTS], found.held_out[: num_measured - num_over]
+    measured = found.held_out[: num_measured - num_over]
     for name in profile.draft.files:
         refuse_if_trained_on(token_ids(measured), config.profile.parent / name)
     return BenchTask(
@@ -157,7 +149,6 @@ def prepare_bench(config: BenchConfig, progress: Progress) -> BenchTask:
         found.fingerprint,
         origin,
         found.notes,
-        choosing,
         measured,
         num_over,
     )

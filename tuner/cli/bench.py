@@ -62,7 +62,6 @@ def bench(dry_run: bool, **flags: Any) -> None:
 
     \b
       hf                 transformers' generate, greedy, with its default cache
-      hf-early-exit      generate(assistant_early_exit=N), with the N that is fastest on tuning prompts
       hf-prompt-lookup   generate(prompt_lookup_num_tokens=10)
       hf-static          generate(cache_implementation="static"), which transformers compiles on CUDA
       plain-eager, profile-static, profile-bitwise ...     plain or profile with another of our runners
@@ -105,10 +104,9 @@ def _print_plan(task: BenchTask) -> None:
     print_facts(
         console,
         profile=task.config.profile,
-        prompts=f"{task.config.dataset}: {len(task.measured)} to measure, {len(task.choosing)} to choose options on, "
-        f"{task.max_new_tokens} tokens each",
+        prompts=f"{task.config.dataset}: {len(task.measured)} to measure, {task.max_new_tokens} tokens each",
     )
-    print_sample(console, task.choosing, task.loaded.tokenizer)
+    print_sample(console, task.measured, task.loaded.tokenizer)
     against = task.names if task.config.engine is None else (f"{task.config.engine}'s own plain decoding",)
     print_facts(console, against=", ".join(against), results=task.config.out)
     console.print("dry run: nothing was written")

@@ -7,7 +7,6 @@ batch the streamer receives the padded prompts, then one token per sequence and 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,24 +19,15 @@ from transformers.generation import BaseStreamer
 from decoding.target.attention import attention_backends
 from tuner.inputs.models import quiet
 from tuner.measuring.contender import Decoded, Prompts, Recorder, WallClock
-from tuner.measuring.turns import Interleaved
 
-# The model's own settings that are kept: special tokens and drafting. Any other setting could change the tokens.
-DRAFTING_SETTINGS = (
-    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
-    *("assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size"),
-)
-KEPT_SETTINGS = ("bos_token_id", "pad_token_id", *DRAFTING_SETTINGS)
+LONGEST_NGRAM = "max_matching_ngram_size"
+KEPT_SETTINGS = ("bos_token_id", "pad_token_id", LONGEST_NGRAM)
+"""The model's own settings that are kept: special tokens and drafting. Any other setting could change the tokens."""
 
 LOOKUP_TOKENS = 10
 """Tokens that prompt lookup copies: the number in transformers' documentation and its candidate generator's default."""
 ONE_SEQUENCE = "transformers does not support it: its assisted generation decodes one sequence at a time"
 """Why assisted generation has no batches."""
-EXIT_EIGHTHS = (1, 2, 3, 4, 5, 6)
-"""Exits to try, in eighths of the model: after three quarters hardly any time can be saved."""
-CHOICE_TOKENS = 48
-"""Most tokens of each prompt that exits are tried on: on a model not trained for early exit, all of them are several times slower
-than plain decoding, and the choice would take longer than the comparison."""
 
 
 class StockGeneration:
@@ -57,8 +47,9 @@ class StockGeneration:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Options, and the model's own drafting settings, which `generate` reads (null is the default of transformers)."""
-        return {"options": self._options, "generation_config": drafting_settings(self._model)}
+        """Options, and the model's own drafting setting, which `generate` reads (null is the default of transformers)."""
+        own = {LONGEST_NGRAM: getattr(self._model.generation_config, LONGEST_NGRAM, None)}
+        return {"options": self._options, "generation_config": own}
 
     def prepare(self, batches: Sequence[Prompts], max_new_tokens: int) -> None:
         """Do nothing: `generate` has no preparation of its own, and the warm-up on the longest and shortest batch follows."""
@@ -97,11 +88,6 @@ class StockGeneration:
             self._model.generation_config = own
 
 
-def drafting_settings(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the model's own drafting settings; None for a setting that is absent."""
-    return {name: getattr(model.generation_config, name, None) for name in DRAFTING_SETTINGS}
-
-
 def stock_generate(name: str, model: PreTrainedModel, eos_token_ids: frozenset[int]) -> StockGeneration:
     """Return `generate` as it is."""
     return StockGeneration(
@@ -111,45 +97,10 @@ def stock_generate(name: str, model: PreTrainedModel, eos_token_ids: frozenset[i
 
 def stock_prompt_lookup(name: str, model: PreTrainedModel, eos_token_ids: frozenset[int]) -> StockGeneration:
     """Return `generate` with its own prompt lookup, which decodes one sequence at a time."""
-    longest = getattr(model.generation_config, "max_matching_ngram_size", None)
+    longest = getattr(model.generation_config, LONGEST_NGRAM, None)
     ngrams = f"n-grams of up to {longest}" if longest else "n-grams as by default"
     description = f"generate(prompt_lookup_num_tokens={LOOKUP_TOKENS}), {ngrams}"
     return StockGeneration(name, model, eos_token_ids, description, {"prompt_lookup_num_tokens": LOOKUP_TOKENS})
-
-
-class EarlyExitGeneration(StockGeneration):
-    """`model.generate(..., assistant_early_exit=N)`: the first N layers draft, the whole model verifies."""
-
-    def __init__(
-        self,
-        name: str,
-        model: PreTrainedModel,
-        eos_token_ids: frozenset[int],
-        exit_layer: int,
-        tried: Mapping[int, float] | None = None,
-    ) -> None:
-        """Take the tokens per second of the exits that were `tried`, of which this one was chosen."""
-        description = f"generate(assistant_early_exit={exit_layer})"
-        if tried:
-            rates = ", ".join(f"{each}: {rate:.1f}" for each, rate in tried.items())
-            description += f", the fastest on tuning prompts (tok/s of each exit tried: {rates}); drafting as its"
-            description += " generation_config says"
-        super().__init__(name, model, eos_token_ids, description, {"assistant_early_exit": exit_layer})
-        self._tried = tried or {}
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """Options, and tokens per second of the exits tried."""
-        return {**super().settings, "tried": {str(exit_layer): rate for exit_layer, rate in self._tried.items()}}
-
-    def decode(self, prompts: Prompts, max_new_tokens: int) -> Decoded:
-        """See `Contender.decode`; restores the number of layers, which transformers leaves reduced after an error."""
-        config: Any = self._model.base_model.config
-        num_layers = config.num_hidden_layers
-        try:
-            return super().decode(prompts, max_new_tokens)
-        finally:
-            config.num_hidden_layers = num_layers
 
 
 class _Streamer(BaseStreamer):
@@ -183,43 +134,3 @@ def _padded(prompts: Prompts, pad_token_id: int) -> tuple[Tensor, Tensor]:
     token_ids = [[pad_token_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(token_ids), torch.tensor(mask)
-
-
-def exits_to_try(num_layers: int) -> tuple[int, ...]:
-    """Return exits spread over a model with `num_layers` layers, ascending; none for a single layer."""
-    exits = {round(num_layers * eighths / 8) for eighths in EXIT_EIGHTHS}
-    return tuple(sorted(each for each in exits if 1 <= each < num_layers))
-
-
-def fastest_exit(
-    name: str,
-    model: PreTrainedModel,
-    eos_token_ids: frozenset[int],
-    prompts: Sequence[Sequence[int]],
-    num_layers: int,
-    max_new_tokens: int,
-) -> EarlyExitGeneration:
-    """Return the exit that decodes these prompts fastest; all are tried in turns, on at most `CHOICE_TOKENS` tokens of each.
-
-    Raises ValueError with the reason if there is no exit to try or none runs.
-    """
-    exits = {str(n): EarlyExitGeneration(str(n), model, eos_token_ids, n) for n in exits_to_try(num_layers)}
-    if not exits:
-        raise ValueError(f"a model of {num_layers} layer has no exit")
-    turns = Interleaved(list(exits.values()), may_fail=exits)
-    batches = [(index, [prompt]) for index, prompt in enumerate(prompts)]
-    seconds, tokens = defaultdict[str, float](float), Counter[str]()
-
-    def note(index: int, done: Mapping[str, Decoded]) -> None:
-        for each, decoded in done.items():
-            seconds[each] += decoded.decode_seconds
-            tokens[each] += decoded.decode_tokens
-
-    turns.warm_up([batch for _, batch in batches[:1]])
-    if turns.running:
-        turns.take(batches, min(max_new_tokens, CHOICE_TOKENS), note)
-    if not turns.running:
-        raise ValueError("no exit runs: " + "; ".join(dict.fromkeys(turns.left_out.values())))
-    # Every token may have arrived with the prefill.
-    tried = {int(each): tokens[each] / seconds[each] if seconds[each] else 0.0 for each in turns.running}
-    return EarlyExitGeneration(name, model, eos_token_ids, max(tried, key=lambda each: tried[each]), tried)

@@ -117,13 +117,8 @@ def test_all_contenders_write_plain_decodings_text_and_all_is_kept(
         assert figures["over_plain"]["value"] == pytest.approx(ratio)
     assert found["contenders"]["plain"]["over_plain"] == {"value": 1.0, "ci95": [1.0, 1.0]}
     assert found["contenders"]["plain"]["tokens_per_pass"] == 1.0
-    tried = found["contenders"]["hf-early-exit"]["settings"]["tried"]
-    chosen = found["contenders"]["hf-early-exit"]["settings"]["options"]["assistant_early_exit"]
-    assert set(tried) == {"1", "2", "3", "4"}
-    assert tried[str(chosen)] == max(tried.values())
     assert found["contenders"]["profile"]["settings"]["draft"]["exit_layer"] == 4
     assert len(found["rows"]) == 3
-    assert not set(found["rows"]) & set(found["tuning_rows"])
     assert (found["model"], found["dataset"], found["dtype"]) == ("tiny", "code.jsonl", "float32")
     assert {"torch", "transformers", "sdtune"} <= set(found["provenance"]["versions"])
     assert str(workplace.parent) not in (workplace / "b" / "bench.json").read_text(), "no folder of this machine"
@@ -180,11 +175,11 @@ def test_who_cannot_run_here_is_left_out_with_the_reason(
         raise ValueError("not with this model")
 
     monkeypatch.setitem(CONTENDERS, "hf-static", lambda name, setting: Broken())
-    monkeypatch.setitem(CONTENDERS, "hf-early-exit", impossible)
-    result = bench(write_profile(LayerSkip.blocks((3,))), code, against="hf,hf-static,hf-early-exit")
+    monkeypatch.setitem(CONTENDERS, "hf-prompt-lookup", impossible)
+    result = bench(write_profile(LayerSkip.blocks((3,))), code, against="hf,hf-static,hf-prompt-lookup")
     assert result.exit_code == 0, result.output
     assert results(workplace)["left_out"] == {
-        "hf-early-exit": "ValueError: not with this model",
+        "hf-prompt-lookup": "ValueError: not with this model",
         "hf-static": "NotImplementedError: no such cache for this family",
     }
     assert list(results(workplace)["contenders"]) == ["profile", "plain", "hf"]
@@ -397,15 +392,13 @@ def test_contenders_without_batches_are_left_out_with_the_reason(
     assert result.exit_code == 0, result.output
     found = results(workplace)
     assert list(found["contenders"]) == ["profile", "plain", "hf"]
-    assert set(found["left_out"]) == {"hf-early-exit", "hf-prompt-lookup"}
+    assert set(found["left_out"]) == {"hf-prompt-lookup"}
     assert all("transformers does not support it" in reason for reason in found["left_out"].values())
     assert "left out: transformers does not support it: its assisted generation decodes one sequence" in flat(
         result.stdout
     )
-    for name in ("hf-early-exit", "hf-prompt-lookup"):
-        refused(
-            bench(profile, code, against=f"hf,{name}", batch_size=2), f"{name} does not work", "transformers does not"
-        )
+    lookup = bench(profile, code, against="hf,hf-prompt-lookup", batch_size=2)
+    refused(lookup, "hf-prompt-lookup does not work", "transformers does not")
     for name in ("plain-bitwise", "profile-bitwise"):
         refused(
             bench(profile, code, against=name, batch_size=2),
