@@ -17,9 +17,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.results import show, write
+from benchmarks.results import ratio_interval, show, write
 from benchmarks.task import Printed, arguments, settings_of
-from studies.measurement import Measurement, ratio_interval
+from studies.measurement import Measurement
 from tuner.engines.bench import Crowd, EngineDecoding, LoadFigures
 from tuner.errors import EngineError
 from tuner.export.schedule import figures_json

@@ -14,11 +14,10 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.results import show, write
+from benchmarks.results import ratio_interval, show, write
 from benchmarks.task import Printed, facts_of, read_config, search_arguments
 from decoding.decoder import Decoder, plain_decoder
 from decoding.profile import DraftProfile
-from studies.measurement import ratio_interval
 from tuner.engines.bench import EngineDecoding
 from tuner.engines.contract import Served, ServerSettings, find_engine
 from tuner.engines.server import served

@@ -43,7 +43,7 @@ from studies.contract import Candidate, Problem, TrialRecord, TrialState, best_t
 from studies.costs.table import CostTable
 from studies.costs.terms import DraftStep, Pass
 from studies.prediction.predictor import Predictor
-from studies.prediction.proposals import propose_skip_sets
+from studies.prediction.proposals import Proposals
 from studies.prediction.survey import Survey
 from studies.samplers import load_sampler
 from studies.space import SkipSpace
@@ -238,7 +238,11 @@ def recovered(num_layers: int, seed: int) -> dict[str, Any]:
     survey = Survey(problem.target, problem.bench.prompts, problem.bench.continuations)
     predictor = Predictor(survey, problem.table, max_tokens=MAX_TOKENS, decoding=DECODING)
     space = SkipSpace.of(problem.target)
-    best = propose_skip_sets(space, predictor, max(160, 3 * len(space.items)))[0]
+    proposals, most = Proposals(space, predictor), max(160, 3 * len(space.items))
+    for count, _ in enumerate(proposals.rate(), 1):
+        if proposals.knows_items and count >= most:
+            break
+    best = proposals.best_first()[0]
     redundant, chosen = space.chosen(known.redundant), space.chosen(best.draft.skipped(num_layers))
     row = {"layers": num_layers, "seed": seed, "found": len(redundant & chosen), "of": len(redundant)}
     return {**row, "others": len(chosen - redundant), "drafts rated": predictor.num_drafts}

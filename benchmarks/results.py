@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from decoding.profile import Interval
+from studies.measurement import Measurement
+from studies.ratios import Ratio
 from tuner.results import stamped
 
 Row = Mapping[str, Any]
@@ -42,3 +45,9 @@ def write(path: Path | None, facts: Row, rows: Sequence[Row] = (), *, device: to
             table = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
             table.writeheader()
             table.writerows(rows)
+
+
+def ratio_interval(faster: Measurement, slower: Measurement) -> Interval:
+    """Return the speed of one over the speed of the other, with its paired 95 % interval over prompts, the same of both."""
+    assert [sample.prompt for sample in faster.samples] == [sample.prompt for sample in slower.samples]
+    return Ratio.of_speeds(slower.draft_decode, faster.draft_decode).interval()

@@ -14,14 +14,14 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.results import show, write
+from benchmarks.results import ratio_interval, show, write
 from benchmarks.task import Printed, arguments, settings_of
 from decoding.draft_length import RULES, AdaptiveThresholdRule, CostAwareRule, DraftLengthRule, Fixed, check_rules
 from decoding.head_folder import HeadFolder
 from decoding.profile import DraftProfile
 from decoding.text import Ending
 from studies.contract import Candidate
-from studies.measurement import Measurement, ratio_interval
+from studies.measurement import Measurement
 from tuner.bench.config import BenchConfig
 from tuner.bench.task import prepare_bench
 from tuner.measuring.baseline import decode_baseline

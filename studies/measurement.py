@@ -317,16 +317,6 @@ def geometric_means(categories: Mapping[str, Measurement]) -> tuple[Interval, In
     return geometric_mean(decode), geometric_mean(ratios) if len(ratios) == len(whole) else None
 
 
-def ratio_interval(faster: Measurement, slower: Measurement) -> Interval:
-    """Return the speed of `faster` over the speed of `slower`, with its paired 95 % interval over prompts.
-
-    Raises ValueError unless both hold one sample per prompt, of the same two or more prompts in the same order.
-    """
-    if [s.prompt for s in faster.samples] != [s.prompt for s in slower.samples] or len(faster.samples) < 2:
-        raise ValueError("a ratio needs two measurements of the same 2 or more prompts in the same order")
-    return Ratio.of_speeds(slower.draft_decode, faster.draft_decode).interval()
-
-
 def sum_repeats(samples: Iterable[PromptSample]) -> Measurement:
     """Return a measurement with the samples of each prompt added up: repeats say nothing about other prompts."""
     of_prompts: dict[int, list[PromptSample]] = {}

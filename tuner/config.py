@@ -140,12 +140,6 @@ class SearchConfig(DataSettings, ModelSettings):
         description="Search time of all studies, resumed runs included, e.g. 90s, 10m, 1h; default: no limit.",
         json_schema_extra={**BUDGET, "metavar": "DURATION"},
     )
-    wait_quiet: Duration | None = Field(
-        None,
-        description="Before anything is measured, wait until other work uses at most a tenth of the processors, for this time at "
-        "most; it counts towards --timeout.",
-        json_schema_extra={**BUDGET, "metavar": "DURATION"},
-    )
     prompts_per_trial: int = Field(
         6,
         ge=2,

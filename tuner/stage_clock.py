@@ -13,7 +13,6 @@ class Stage(StrEnum):
     """Stages of a search, in the order of a table."""
 
     LOADING = "loading and checking"
-    WAITING = "waiting for quiet"
     DISTILLING = "distilling exit heads"
     PLAIN = "plain decoding"
     COSTS = "timing passes"

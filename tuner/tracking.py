@@ -25,7 +25,7 @@ from studies.contract import TrialRecord, TrialState
 from tuner.databases import make_private, refuse_unusable_database
 from tuner.errors import TrackingError, TrackingOutageError, without_password
 from tuner.review.markdown import EXPERIMENT_NOTE, WON, trial_note, trial_run_name
-from tuner.trial_columns import trial_metrics, trial_params
+from tuner.review.tables import trial_metrics, trial_params
 
 VIEW_KEY = "sdtune"
 VIEW_TAG = f"mlflow.sharedViewState.{VIEW_KEY}"

@@ -66,15 +66,6 @@ LEAST_SAVING = 1e-6
 """Lower bound of an item's saving, as a share of a draft step: harms are divided by savings."""
 
 
-def propose_skip_sets(space: SkipSpace, predictor: Predictor, most: int) -> list[Prediction]:
-    """Return the skip sets that a search rates, best first: `most` of them, but at least the initial ones."""
-    proposals = Proposals(space, predictor)
-    for count, _ in enumerate(proposals.rate(), 1):
-        if proposals.knows_items and count >= most:
-            break
-    return proposals.best_first()
-
-
 class Proposals:
     """A search for skip sets, with every set rated so far."""
 

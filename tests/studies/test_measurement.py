@@ -13,8 +13,8 @@ from studies.measurement import (
     PairedPrefill,
     PromptSample,
     geometric_means,
-    ratio_interval,
 )
+from studies.ratios import Ratio
 from tests.support.records import measurement, sample
 
 
@@ -122,24 +122,15 @@ def test_categories_have_equal_weight_in_the_geometric_mean() -> None:
 
 def test_ratio_of_measurements_compares_seconds_per_token_on_same_prompts() -> None:
     # 20 tokens in 2 s against 30 in 10 s, whatever plain decoding took beside each.
-    fast = Measurement(samples=(sample(1.0, 0), sample(3.0, 1)))
+    fast = Measurement(samples=(sample(1.0, 0), sample(3.0, 1))).draft_decode
     slow = Measurement(samples=(sample(5.0, 0, draft_seconds=2.0), sample(1.0, 1, draft_seconds=8.0, draft_tokens=20)))
-    interval = ratio_interval(fast, slow)
+    interval = Ratio.of_speeds(slow.draft_decode, fast).interval()
     assert interval.value == pytest.approx((20 / 2) / (30 / 10))
     # In logarithms: seconds weigh in with 0.4 and 1.6, tokens with 2/3 and 4/3, which leaves -4/15 and 4/15: a standard error
     # of 4/15; t is 12.706 there.
     reach = 12.7062 * 4 / 15
     assert np.log(interval.ci95) == pytest.approx(np.log(10 / 3) + np.array([-1.0, 1.0]) * reach, rel=1e-4)
-    assert ratio_interval(slow, fast).value == pytest.approx(3 / 10)
-
-
-@pytest.mark.parametrize("others", [[0], [1, 0], [0, 2]])
-def test_ratio_needs_the_same_prompts_in_the_same_order(others: list[int]) -> None:
-    both = [Measurement(samples=tuple(sample(1.0, prompt) for prompt in prompts)) for prompts in ([0, 1], others)]
-    with pytest.raises(ValueError, match="the same 2 or more prompts in the same order"):
-        ratio_interval(*both)
-    with pytest.raises(ValueError, match="the same 2 or more prompts in the same order"):
-        ratio_interval(both[1], both[0])
+    assert Ratio.of_speeds(fast, slow.draft_decode).interval().value == pytest.approx(3 / 10)
 
 
 def test_texts_of_batches_are_counted_one_by_one() -> None:

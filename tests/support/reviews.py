@@ -16,7 +16,6 @@ from tuner.review.document import (
     SearchResult,
     StockComparison,
     StockContender,
-    TextPair,
 )
 
 QUIET = MachineNoise(plain_variation=0.02, load=1.0, cores=2, cost_error=0.02)
@@ -79,7 +78,6 @@ def review(**changes: Any) -> SearchResult:
         ),
         "race": (MeasuredCandidate.of(TRIALS[0]).model_copy(update={"measurement": measurement([1.4, 1.5])}),),
         "trials": TRIALS,
-        "texts": (TextPair(prompt="a\nb", plain=" c", drafted=" c", identical=True),),
         "noise": QUIET,
         "ended": {"conf_layers": "4 trials done"},
         "stages": {"trials": 10.0, "race": 5.0},

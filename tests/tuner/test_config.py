@@ -47,7 +47,7 @@ def test_no_duration_is_endless(value: Any) -> None:
         ({"modle": "m", "dataset": "d"}, "unknown key 'modle'; did you mean 'model'"),
         ({**GIVEN, "timeout": "10 parsecs"}, "timeout: must be a duration such as 90s, 10m or 1.5h"),
         ({**GIVEN, "timeout": float("inf")}, "timeout: must be a finite number"),
-        ({**GIVEN, "wait_quiet": "9000h"}, "wait_quiet: must be a duration of at most 8760h"),
+        ({**GIVEN, "timeout": "9000h"}, "timeout: must be a duration of at most 8760h"),
         ({**GIVEN, "studies": {"joint": {"patience": float("nan")}}}, "studies.joint.patience: must be a finite"),
         ({**GIVEN, "template": "{a}\ud800"}, r"template: '.ud800' is a control character or half of a pair"),
         ({**GIVEN, "system_prompt": "a\x1b[2J"}, r"system_prompt: '.x1b' is"),

@@ -7,14 +7,17 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from tuner.bench.task import BenchTask, prepare_bench
 from tuner.engines.bench import EngineDecoding, write_alone
 from tuner.engines.contract import ServerSettings, find_engine
 from tuner.engines.server import Client, served
-from tuner.export.acceptance import acceptance_rate
 from tuner.export.run import export
 from tuner.export.settings import ExportSettings
 from tuner.measuring.contender import PROFILE
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 EXPORT = "export"
 MOST_REPLAYED = 8
 """Prompts whose drafts transformers makes once more."""
+LEAST = 0.95
+"""Share of the acceptance by transformers that an engine must reach; rounding costs less than the rest."""
 
 
 @dataclass
@@ -141,3 +146,30 @@ def engine_task(config: BenchConfig, progress: Progress) -> Iterator[EngineTask]
         progress.stage(f"files for {program.title}")
         engine.remarks = program.prepare(plan, engine.logs / "convert.log")
         yield engine
+
+
+def acceptance_rate(
+    draft: Path, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], num_tokens: int, *, dtype: str
+) -> float:
+    """Return accepted over drafted tokens of a folder's model that drafts `num_tokens` greedily in each round.
+
+    `texts` are the target's own after the prompts, each with `num_tokens` more than an engine is asked for, since a round drafts
+    beyond the last token.
+    """
+    model: Any = AutoModelForCausalLM.from_pretrained(draft, dtype=dtype, trust_remote_code=False)
+    rounds = accepted = 0
+    for prompt, text in zip(prompts, texts, strict=True):
+        whole, cache, at = [*prompt, *text], DynamicCache(), len(prompt) + 1
+        while at < len(whole) - num_tokens:
+            if (over := cache.get_seq_length() - (at - 1)) > 0:
+                cache.crop(-over)
+            drafted, given = list[int](), whole[cache.get_seq_length() : at]
+            with torch.inference_mode():
+                for _ in range(num_tokens):
+                    logits = model(torch.tensor([given]), past_key_values=cache).logits[0, -1]
+                    given = [int(logits.argmax())]
+                    drafted += given
+            right = takewhile(lambda both: both[0] == both[1], zip(drafted, whole[at:], strict=False))
+            matching = sum(1 for _ in right)
+            rounds, accepted, at = rounds + 1, accepted + matching, at + matching + 1
+    return accepted / (rounds * num_tokens) if rounds else 0.0

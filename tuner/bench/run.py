@@ -17,11 +17,10 @@ from decoding.text import Ending
 from studies.measurement import Measurement
 from tuner.bench.config import BenchConfig, check_bench_settings
 from tuner.bench.contenders import ALWAYS, enter
-from tuner.bench.engine import EngineTask, engine_task
+from tuner.bench.engine import LEAST, EngineTask, engine_task
 from tuner.bench.report import TABLE_WIDTH, BenchResult, bench_json, bench_table, units_of
 from tuner.bench.task import BenchTask, prepare_bench, token_ids
 from tuner.errors import DatasetError, EngineError
-from tuner.export.acceptance import LEAST
 from tuner.export.losses import LOSSES
 from tuner.fields import BITWISE
 from tuner.measuring.baseline import FEWEST_DECODED, Baseline

@@ -67,7 +67,7 @@ def export(**flags: Any) -> None:
     check_names(profile=settings.profile, model=settings.model)
 
     from decoding.profile import DraftProfile
-    from tuner.export.native import native_command
+    from tuner.export.engines.vllm import native_command
     from tuner.export.run import export as write_export
 
     use_threads(settings.threads)

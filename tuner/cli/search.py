@@ -124,13 +124,12 @@ def _search_on_ray(config: SearchConfig) -> None:
 
 def _plan(config: SearchConfig, clock: StageClock) -> None:
     """Load and check everything, and print the plan of the search."""
-    from tuner.search.memory_plan import memory_table, plan_memory, search_time
+    from tuner.search.memory_plan import memory_table, plan_memory
     from tuner.search.task import open_budget, prepare
 
     use_threads(config.threads)
     results = Console()
     results.print(memory_table(plan_memory(config)))
-    print_facts(results, time=search_time(config))
     with progress_on_stderr() as progress:
         _print_plan(results, prepare(config, progress, budget=open_budget(config, clock)))
 

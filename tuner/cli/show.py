@@ -36,7 +36,7 @@ def show(path: Path) -> None:
     elif is_asked("json"):
         print_json(DraftProfile.load(path).model_dump(mode="json", by_alias=True))
     else:
-        from tuner.export.native import native_command
+        from tuner.export.engines.vllm import native_command
 
         profile = DraftProfile.load(path)
         Console().print(profile_panel(profile))

@@ -11,7 +11,7 @@ from decoding.profile import Decoding, DraftProfile, TargetIdentity
 from studies.contract import Candidate
 from tuner.errors import ExportError
 from tuner.export.engines.registry import load_engine
-from tuner.export.native import native_flags
+from tuner.export.engines.vllm import native_flags
 from tuner.export.plan import Plan, plan_for
 from tuner.export.run import Source, write_draft
 from tuner.export.shape import reduced

@@ -15,8 +15,7 @@ from tuner.engines.contract import EngineProgram, Launch, Served, ServerSettings
 from tuner.engines.methods import EXPORTED, EarliestMatch, Entry, Flags, Method
 from tuner.engines.server import HOST, output_of
 from tuner.errors import EngineError
-from tuner.export.engines.vllm import SUFFIX, Vllm
-from tuner.export.native import native_flags
+from tuner.export.engines.vllm import SUFFIX, Vllm, native_flags
 from tuner.inputs.models import DTYPES
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ absolute rates can be trusted, and when to measure again.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,10 +21,6 @@ MOST_VARIATION = 0.10
 TASKS = Path("/proc/self/task")
 MOST_COST_ERROR = 0.10
 """Median relative error of the cost table on held-out passes above which it counts as badly fitted."""
-QUIET_SHARE = 0.10
-"""Share of all processors that other work may use on a machine that counts as quiet."""
-GLANCE_SECONDS = 2.0
-"""Seconds over which the use of the processors is averaged."""
 
 
 class MachineNoise(Document):
@@ -131,14 +126,3 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="ascii")
     except OSError:
         return ""  # the thread has ended, or the kernel keeps no such figures
-
-
-def wait_until_quiet(most_seconds: float) -> bool:
-    """Wait until other work uses at most `QUIET_SHARE` of the processors, `most_seconds` at most; return whether it does."""
-    import psutil
-
-    start = time.monotonic()
-    while psutil.cpu_percent(interval=GLANCE_SECONDS) > 100 * QUIET_SHARE:
-        if time.monotonic() - start >= most_seconds:
-            return False
-    return True

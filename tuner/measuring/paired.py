@@ -281,11 +281,6 @@ class Bench(PairedBench):
         assert adapted is not None, "a cost-aware rule with a persistent controller has adapted"
         return candidate.with_rule(adapted.model_copy(update={"persistent": rule.persistent}))
 
-    def write(self, candidate: Candidate, index: int) -> list[tuple[int, ...]]:
-        """Return the candidate's greedy continuations of the prompts of batch `index`, untimed."""
-        written = self.decoder(candidate).generate_batch(self._greedy_requests(index))
-        return [each.tokens for each in written.generations]
-
     def decoder(self, candidate: Candidate) -> Decoder:
         """Return a decoder of the candidate, with a fresh controller, prepared for all prompts."""
         draft = candidate.draft

@@ -234,16 +234,6 @@ def categories_chart(result: SearchResult) -> go.Figure | None:
     return _titled(figure, "speed-up of decoding", "", height=140 + 36 * len(found))
 
 
-def cost_chart(result: SearchResult) -> go.Figure | None:
-    """Return the seconds of each stage of the search."""
-    if not result.stages:
-        return None
-    bars = go.Bar(x=list(result.stages.values()), y=list(result.stages), orientation="h", marker_color=BLUE)
-    figure = go.Figure(bars)
-    figure.update_yaxes(autorange="reversed")
-    return _titled(figure, "seconds", "", height=120 + 30 * len(result.stages))
-
-
 Chart = Callable[[SearchResult], go.Figure | None]
 
 CHARTS: Mapping[str, Chart] = {
@@ -255,7 +245,6 @@ CHARTS: Mapping[str, Chart] = {
     "layers": layers_chart,
     "prompts": prompts_chart,
     "categories": categories_chart,
-    "cost": cost_chart,
 }
 """By the name under which the template shows each."""
 

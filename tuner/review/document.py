@@ -60,21 +60,6 @@ class StockComparison(Document):
     left_out: dict[str, str] = Field(default_factory=dict, description="contenders that did not run, with the reasons")
 
 
-class TextPair(Document):
-    """A held-out prompt, its plain continuation and that of the winner."""
-
-    prompt: str
-    plain: str
-    drafted: str
-    identical: bool
-    tie: bool = False
-
-    @property
-    def equality(self) -> str:
-        """How the two continuations compare, in words."""
-        return "identical" if self.identical else f"different{', at a numerical tie' if self.tie else ''}"
-
-
 class SearchResult(Document):
     """A finished search."""
 
@@ -89,7 +74,6 @@ class SearchResult(Document):
     trials: tuple[TrialRecord, ...] = Field((), description="empty where an earlier result is shown")
     comparison: StockComparison | None = None
     no_comparison: str | None = Field(None, description="why there is no comparison with stock generation")
-    texts: tuple[TextPair, ...] = ()
     noise: MachineNoise
     ended: dict[str, str] = Field(description="by study: why it ended, and its remarks")
     cuts: tuple[str, ...] = Field(

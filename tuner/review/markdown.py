@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
 from studies.contract import TrialRecord, TrialState
-from tuner.review.document import SearchResult, TextPair, trial_name
+from tuner.review.document import SearchResult, trial_name
 from tuner.review.tables import FinalRow, final_rows
 from tuner.review.verdict import verdict
 
@@ -46,7 +46,7 @@ def _search_lines(result: SearchResult, profile_path: str) -> Iterator[str]:
     yield ""
     yield (
         f"The winning trial is `{result.winner.trial}`. Artifacts: `report.html` (charts, what was tried, where time went), "
-        "`texts.md` (plain beside drafted), `search.json` (all samples), `held_out.csv`, `race.csv`, `trials.csv`, `config.yaml`."
+        "`search.json` (all samples), `held_out.csv`, `race.csv`, `trials.csv`, `config.yaml`."
     )
     yield ""
     yield "Resume, or go on with a larger `--timeout` or `--trials`:"
@@ -142,20 +142,3 @@ def _trial_lines(record: TrialRecord) -> Iterator[str]:
         )
     if (predicted := record.notes.get("predicted_speedup")) is not None:
         yield f"Predicted before it was measured: {predicted}."
-
-
-def texts_page(texts: Sequence[TextPair], experiment: str) -> str:
-    """Return held-out prompts with their continuations, plain beside drafted, as a Markdown page."""
-    return "\n".join(_text_lines(texts, experiment))
-
-
-def _text_lines(texts: Iterable[TextPair], experiment: str) -> Iterator[str]:
-    yield f"# Held-out prompts of {experiment}"
-    for number, text in enumerate(texts, start=1):
-        yield ""
-        yield f"## Prompt {number}: {text.equality}"
-        for title, content in (("Prompt", text.prompt), ("Plain decoding", text.plain), ("Drafted", text.drafted)):
-            yield ""
-            yield f"**{title}**"
-            yield ""
-            yield from (f"    {line}" for line in content.split("\n"))

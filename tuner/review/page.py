@@ -12,6 +12,7 @@ from studies.measurement import Measurement
 from tuner.review.document import SearchResult, trial_name
 from tuner.review.tables import final_rows
 from tuner.review.verdict import verdict
+from tuner.stage_clock import spoken
 
 SECTIONS = (
     (
@@ -41,7 +42,6 @@ SECTIONS = (
     ),
     ("prompts", "Speed-up by prompt", "Of the winner, on held-out prompts."),
     ("categories", "Speed-up by category", "Of the winner, on held-out prompts, with 95 % intervals."),
-    ("cost", "Cost of the search", "Seconds by stage of the last run of the search."),
 )
 """Charts with their titles and notes, in order."""
 
@@ -158,4 +158,5 @@ def _provenance(result: SearchResult) -> Iterator[tuple[str, str]]:
         "search",
         f"{result.cost.trials} trials, {result.cost.seconds:.0f} s; distilling {result.cost.distillation_seconds:.0f} s",
     )
+    yield "time", ", ".join(f"{stage} {spoken(seconds)}" for stage, seconds in result.stages.items())
     yield "MLflow run", result.run_id

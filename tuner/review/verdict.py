@@ -85,7 +85,7 @@ def cautions(result: SearchResult) -> Iterator[str]:
             "within rounding. `--exact bitwise` removes such ties."
         )
     if signs := result.noise.signs:
-        yield f"The machine was not quiet: {'; '.join(signs)}. Rates may be off; measure again with `--set wait_quiet=10m`."
+        yield f"The machine was not quiet: {'; '.join(signs)}. Rates may be off: measure again while nothing else runs."
     if (count := len(confirmed.samples)) < FEW_PROMPTS:
         yield f"The interval is over {count} {'batches' if confirmed.batch_size > 1 else 'prompts'} only."
     if (level := _level_with(result)) is not None:

@@ -21,7 +21,7 @@ from tuner.engines.candidates import CandidateExports, EngineRules, other_length
 from tuner.engines.contract import ServerSettings, find_engine
 from tuner.errors import ConfigError, EngineError, ExportError
 from tuner.export.engines.registry import load_engine
-from tuner.export.native import NATIVE_RULES
+from tuner.export.engines.vllm import NATIVE_RULES
 from tuner.export.run import model_folder_of
 from tuner.results import public_name
 

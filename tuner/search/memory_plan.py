@@ -1,4 +1,4 @@
-"""Memory and time of a search, estimated before any weights are read (our formulation)."""
+"""Memory of a search, estimated before any weights are read (our formulation)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tuner.heads.limits import bytes_per_head, heads_that_fit, shared_bytes
 from tuner.inputs.memory import USABLE, ModelSize, free_bytes, gigabytes, refuse_too_large, size_of_checkpoint
 from tuner.inputs.models import resolve_device
 from tuner.measuring.baseline import most_known_bytes
-from tuner.stage_clock import spoken
 from tuner.tables import facts_grid
 
 PROMPT_TOKENS = 1024
@@ -161,17 +160,6 @@ def memory_table(plan: MemoryPlan) -> RenderableType:
     free = "unknown" if plan.free is None else gigabytes(plan.free)
     grid.add_row("at most", f"{gigabytes(plan.total):>10}   of {free} free on the device: {plan.verdict()}")
     return Group(Text("memory (estimate, before weights are read)"), grid)
-
-
-def search_time(config: SearchConfig) -> str:
-    """Return the expected time of a search in words, from its settings alone."""
-    per_trial = config.samples_per_trial * config.batch_size * config.max_new_tokens
-    sizes = f"a trial decodes {per_trial} tokens twice, plainly and with its candidate"
-    if config.timeout is not None:
-        return f"at most {spoken(config.timeout)} for everything, results included ({sizes})"
-    most = [config.study_settings(name).max_trials for name in config.study]
-    trials = sum(min(each, config.trials or each) for each in most)
-    return f"no --timeout: at most {trials} trials ({sizes}), or {2 * trials * per_trial} tokens in all"
 
 
 def _rows(plan: MemoryPlan) -> Iterator[tuple[str, int, str]]:

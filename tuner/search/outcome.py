@@ -17,7 +17,6 @@ from pydantic import ValidationError
 from decoding.draft_length import Fixed
 from decoding.drafts import PlainDecoding
 from decoding.exit_heads import prompt_sha256
-from decoding.losslessness import compare
 from decoding.profile import (
     CategoryFigures,
     DatasetFacts,
@@ -32,31 +31,24 @@ from decoding.profile import (
     SearchCost,
     StockFigures,
 )
-from studies.contract import Candidate, TrialRecord, best_trials
+from studies.contract import TrialRecord, best_trials
 from studies.measurement import Measurement
 from tuner.config import SearchConfig
 from tuner.errors import SearchError, without_password
 from tuner.inputs.models import target_identity
 from tuner.measuring.contender import PROFILE
 from tuner.measuring.machine import MachineNoise
-from tuner.measuring.paired import Bench
 from tuner.registry import log_profile
 from tuner.results import device_name, git_revision, versions
-from tuner.review.document import MeasuredCandidate, SearchResult, StockComparison, TextPair
-from tuner.review.markdown import search_note, texts_page
+from tuner.review.document import MeasuredCandidate, SearchResult, StockComparison
+from tuner.review.markdown import search_note
 from tuner.review.page import report_page
-from tuner.review.tables import samples_csv, trials_csv
+from tuner.review.tables import measured_metrics, samples_csv, trials_csv
 from tuner.review.verdict import verdict
 from tuner.search.storage import FINISHED, StudyStore
 from tuner.search.study_trials import RUN_ID
 from tuner.search.task import Task, settings_sha256, token_ids
 from tuner.tracking import DatasetInput, Tracker
-from tuner.trial_columns import measured_metrics
-
-NUM_TEXTS = 3
-"""Held-out prompts on the page of texts. They are decoded once more: by the winner, and plainly where the two texts differ."""
-MOST_PROMPT = 4000
-"""Characters of a prompt that a reader sees, from its end."""
 
 
 def profile_of(
@@ -187,35 +179,6 @@ def save_best_so_far(task: Task, records: Iterable[TrialRecord]) -> tuple[TrialR
     return best, out
 
 
-def written_texts(task: Task, winner: MeasuredCandidate, held_out: Bench) -> tuple[TextPair, ...]:
-    """Return a few held-out prompts with their greedy continuations, plain and by the winner.
-
-    Texts that the confirmation found to be plain decoding's, token for token, are known; others are decoded once more.
-    """
-    pairs = []
-    decode = task.loaded.tokenizer.decode
-    known = {sample.prompt for sample in winner.measurement.samples if sample.identical}
-    for index in held_out.indices[: -(-NUM_TEXTS // held_out.batch_size)]:
-        rows = held_out.baseline.members(index)
-        is_known = index in known
-        plain_texts = [held_out.continuations[row] for row in rows] if held_out.continuations else None
-        drafted = plain_texts if plain_texts and is_known else held_out.write(winner.candidate, index)
-        plain_texts = plain_texts or (drafted if is_known else held_out.write(Candidate.plain(), index))
-        for row, plain, tokens in zip(rows, plain_texts, drafted, strict=True):
-            prompt = held_out.prompts[row]
-            comparison = compare(task.target, prompt, plain, tokens)
-            pairs.append(
-                TextPair(
-                    prompt=decode(prompt)[-MOST_PROMPT:],
-                    plain=decode(plain),
-                    drafted=decode(tokens),
-                    identical=comparison.identical,
-                    tie=comparison.tie,
-                )
-            )
-    return tuple(pairs[:NUM_TEXTS])
-
-
 def head_cautions(task: Task, winner: MeasuredCandidate) -> tuple[str, ...]:
     """Return what a reader should know about the heads of the winner."""
     used = set(winner.candidate.draft.files)
@@ -343,7 +306,6 @@ def track_result(tracker: Tracker, result: SearchResult, task: Task) -> None:
         "trials.csv": trials_csv(result.trials),
         "held_out.csv": samples_csv(result.rivals),
         "race.csv": samples_csv(result.race),
-        "texts.md": texts_page(result.texts, result.experiment),
         "search.json": result.model_dump_json(by_alias=True),
         "report.html": report_page(result),
     }.items():

@@ -18,7 +18,6 @@ from tuner.config import SearchConfig
 from tuner.errors import SearchError, TrackingError, without_password
 from tuner.inputs.memory import explained_shortage
 from tuner.measuring.baseline import FEWEST_DECODED, measure_pulse, most_known_bytes
-from tuner.measuring.machine import wait_until_quiet
 from tuner.measuring.paired import Bench
 from tuner.measuring.turns import Measuring
 from tuner.progress import Progress
@@ -29,7 +28,6 @@ from tuner.search.decision import Confirmations, blocks, confirm, note_cuts, obj
 from tuner.search.engine import EngineArena, arena, heat_seconds
 from tuner.search.missing_heads import distillation_seconds, provide_heads
 from tuner.search.outcome import (
-    NUM_TEXTS,
     command_line,
     earlier_race,
     finished_result,
@@ -39,14 +37,13 @@ from tuner.search.outcome import (
     profile_of,
     save_best_so_far,
     track_result,
-    written_texts,
 )
 from tuner.search.race import LAP, race, shortlist, unseen_by_trials
 from tuner.search.stock import LATER, compare_with_stock
 from tuner.search.storage import FAILURES, LOGGING, StudyStore, unusable
 from tuner.search.study_trials import StudyRuns
 from tuner.search.task import Task, open_bench
-from tuner.stage_clock import Stage, spoken
+from tuner.stage_clock import Stage
 from tuner.tracking import Tracker
 
 MOST_WAITED = 6 * 3600.0
@@ -114,11 +111,6 @@ def _closing(tracker: Tracker, task: Task, store: StudyStore) -> Iterator[None]:
 def _searched(task: Task, store: StudyStore, tracker: Tracker, progress: Progress) -> SearchResult:
     """Run the stages that every process runs, and the end of the search, unless another process was first."""
     config, clock, budget = task.config, task.budget.clock, task.budget
-    if config.wait_quiet is not None:
-        progress.stage("waiting until other work uses little of the processors")
-        with clock.stage(Stage.WAITING):
-            if not wait_until_quiet(config.wait_quiet):
-                progress.say(f"the machine was not quiet within {spoken(config.wait_quiet)}: measuring all the same")
     with clock.stage(Stage.PLAIN), _decoding("a tuning prompt", config):
         heads_seconds = plan(task)
     budget.check(budget.least_seconds, SHORTEST)
@@ -190,7 +182,6 @@ def _ended(task: Task, store: StudyStore, tracker: Tracker, progress: Progress, 
             trials=tuple(records),
             comparison=comparison,
             no_comparison=stock if isinstance(stock, str) else None,
-            texts=written_texts(task, winner, held_out),
             noise=noise,
             ended=studies.ended,
             cuts=tuple(budget.cuts),
@@ -232,10 +223,7 @@ def plan(task: Task) -> float | None:
     reads_once = most_known_bytes(task.target.device.type, task.target.weight_bytes) > 0
     first = pulse.prefill_seconds + pulse.token_seconds * (config.max_new_tokens - 1)
     plain = _seconds(task, first, pulse.prefill_seconds if reads_once else 0.0)
-    beside = (
-        max(WRITING_SECONDS, budget.clock.seconds().get(Stage.WRITING, 0.0))
-        + NUM_TEXTS / config.batch_size * plain.again
-    )
+    beside = max(WRITING_SECONDS, budget.clock.seconds().get(Stage.WRITING, 0.0))
     heat = 0.0 if task.deployment is None else heat_seconds(task.deployment.program, PAIRED * first)
     budget.plan(config, plain, beside, heat)
     return distillation_seconds(task, pulse)

@@ -127,7 +127,7 @@ def _is_finished(config: SearchConfig, settings: str) -> bool:
 
 def settings_sha256(config: SearchConfig) -> str:
     """Return what identifies the command: every setting that may change its result."""
-    settings = config.model_dump(mode="json", exclude={"out", "storage", "wait_quiet", "workers", "ray"})
+    settings = config.model_dump(mode="json", exclude={"out", "storage", "workers", "ray"})
     return hash_json(settings)
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from decoding.fingerprint import hash_json
 from decoding.profile import DraftProfile
 from decoding.target import Target
 from decoding.text import Ending
-from tuner.engines.bench import Crowd, EngineDecoding, write_alone
+from studies.measurement import Measurement
+from tuner.engines.bench import Crowd, EngineDecoding, LoadFigures, write_alone
 from tuner.engines.contract import EngineProgram, Served, ServerSettings, find_engine
 from tuner.engines.server import Client, served
 from tuner.errors import ConfigError
@@ -22,7 +26,6 @@ from tuner.export.settings import ExportSettings
 from tuner.inputs.held_out import find_prompts
 from tuner.inputs.models import auto_dtype, load, load_text_config, load_tokenizer
 from tuner.measuring.comparison import FEWEST_SAMPLES
-from tuner.tune.kept import KeptMeasurements
 
 if TYPE_CHECKING:
     from tuner.engines.methods import Method
@@ -34,6 +37,59 @@ if TYPE_CHECKING:
 EXPORT = "export"
 GROUPS = 4
 """Groups of requests side by side, at least, on which settings are chosen."""
+
+
+MEASURED = "measured.jsonl"
+
+
+class KeptMeasurements:
+    """The measurements of one tuning in a folder, a JSON line each; those of a tuning with other settings are dropped."""
+
+    def __init__(self, out: Path, identity: Any, *, hidden: str) -> None:
+        """`hidden` is a folder in flags that is another in each run."""
+        self._path, self._hidden = out / MEASURED, hidden
+        self._found: dict[str, LoadFigures] = {}
+        self.seconds = 0.0
+        """What they took."""
+        header = json.dumps(identity, sort_keys=True)
+        lines = self._path.read_text(encoding="utf-8").split("\n") if self._path.exists() else []
+        # The last piece is empty, or a line that a kill cut off.
+        kept = lines[1:-1] if lines and lines[0] == header else []
+        out.mkdir(parents=True, exist_ok=True)
+        self._path.write_text("".join(f"{line}\n" for line in (header, *kept)), encoding="utf-8")
+        for line in kept:
+            self._read(json.loads(line))
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def get(self, crowd: Crowd, flags: Sequence[str], sequences: int) -> LoadFigures | None:
+        """Return what a server with these flags did with these prompts side by side, if it was measured."""
+        return self._found.get(self._key(crowd, flags, sequences))
+
+    def keep(self, crowd: Crowd, flags: Sequence[str], figures: LoadFigures, seconds: float) -> None:
+        """Write a measurement, which took `seconds`, to disk."""
+        line = {
+            "key": self._key(crowd, flags, figures.sequences),
+            "sequences": figures.sequences,
+            "different": figures.num_plain_different,
+            "seconds": seconds,
+            "measurement": figures.measurement.model_dump(mode="json"),
+        }
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(line)}\n")
+
+    def discard(self) -> None:
+        """Remove the file of a tuning that has its result: the next one measures anew."""
+        self._path.unlink(missing_ok=True)
+
+    def _read(self, line: dict[str, Any]) -> None:
+        measurement = Measurement.model_validate(line["measurement"])
+        self._found[line["key"]] = LoadFigures(line["sequences"], measurement, line["different"])
+        self.seconds += line["seconds"]
+
+    def _key(self, crowd: Crowd, flags: Sequence[str], sequences: int) -> str:
+        return hash_json([crowd.prompts, crowd.alone, shlex.join(flags).replace(self._hidden, ""), sequences])
 
 
 @dataclass

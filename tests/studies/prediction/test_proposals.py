@@ -13,7 +13,7 @@ import pytest
 from decoding.draft_length import Fixed, RoundCosts
 from decoding.drafts import EarlyExit, LayerSkip
 from studies.prediction.predictors import Prediction
-from studies.prediction.proposals import Proposals, knapsacks, propose_skip_sets
+from studies.prediction.proposals import Proposals, knapsacks
 from studies.prediction.replay import Replayed
 from studies.space import SkipSpace
 from tests.support.tiny import tiny_target
@@ -75,16 +75,24 @@ def test_items_may_be_whole_blocks() -> None:
         space.chosen(LayerSkip(skip_attention=(1,)))
 
 
+def rated_best_first(space: SkipSpace, predictor: MadeUp, most: int) -> list[Prediction]:
+    proposals = Proposals(space, predictor)  # type: ignore[arg-type]
+    for count, _ in enumerate(proposals.rate(), 1):
+        if proposals.knows_items and count >= most:
+            break
+    return proposals.best_first()
+
+
 def test_what_can_be_left_out_without_harm_is_found(space: SkipSpace) -> None:
     harmless = [("attention", 1), ("attention", 3), ("mlp", 2), ("mlp", 3), ("attention", 5)]
-    best = propose_skip_sets(space, MadeUp(everywhere(0.3, harmless)), 200)[0]  # type: ignore[arg-type]
+    best = rated_best_first(space, MadeUp(everywhere(0.3, harmless)), 200)[0]
     assert set(sublayers(best.draft)) == set(harmless)  # type: ignore[arg-type]
 
 
 def test_best_of_all_sets_is_found_where_harms_differ(space: SkipSpace) -> None:
     harm = {(kind, i): 0.02 + 0.031 * ((7 * i + 5 * (kind == "mlp")) % 11) for kind, i in everywhere(0)}
     predictor = MadeUp(harm)
-    best = propose_skip_sets(space, predictor, 300)[0]  # type: ignore[arg-type]
+    best = rated_best_first(space, predictor, 300)[0]
     rated = MadeUp(harm)
     exhaustive = max(
         rated.best(space.draft(chosen)).speedup for size in range(1, 13) for chosen in combinations(range(12), size)
@@ -94,7 +102,7 @@ def test_best_of_all_sets_is_found_where_harms_differ(space: SkipSpace) -> None:
 
 def test_effort_is_bounded_and_the_best_come_first(space: SkipSpace) -> None:
     predictor = MadeUp(everywhere(0.1, [("mlp", 2)]))
-    found = propose_skip_sets(space, predictor, 60)  # type: ignore[arg-type]
+    found = rated_best_first(space, predictor, 60)
     assert predictor.num_drafts == 60
     assert [each.speedup for each in found] == sorted((each.speedup for each in found), reverse=True)
     assert len({each.draft for each in found}) == len(found)
@@ -136,7 +144,7 @@ def test_along_the_order_of_harm_the_best_count_is_found(space: SkipSpace, num_h
     sublayers_of_all = list(everywhere(0))
     harmless = sublayers_of_all[::2][:num_harmless] + sublayers_of_all[1::2][: max(num_harmless - 6, 0)]
     predictor = MadeUp(everywhere(0.4, harmless[:num_harmless]))
-    found = propose_skip_sets(space, predictor, 12 + NUM_LAYERS + 12)  # type: ignore[arg-type]
+    found = rated_best_first(space, predictor, 12 + NUM_LAYERS + 12)
     assert set(sublayers(found[0].draft)) == set(harmless[:num_harmless])  # type: ignore[arg-type]
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from itertools import chain, count, repeat
 from pathlib import Path
 
 import pytest
 
 from studies.measurement import Measurement
 from tests.support.records import sample
-from tuner.measuring.machine import MachineNoise, MachineWatch, plain_variation, seconds_waited, wait_until_quiet
+from tuner.measuring.machine import MachineNoise, MachineWatch, plain_variation, seconds_waited
 
 
 def _block(seconds: Sequence[float]) -> Measurement:
@@ -67,11 +65,3 @@ def test_waiting_is_of_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (tmp_path / thread / "schedstat").write_text(f"123456 {waited} 7\n")
     (tmp_path / "3").mkdir()  # a thread that has ended meanwhile
     assert seconds_waited() == pytest.approx(2.5)
-
-
-def test_waiting_ends_when_it_is_quiet_or_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds, busy = count(), chain([90.0, 50.0, 5.0], repeat(90.0))
-    monkeypatch.setattr(time, "monotonic", lambda: float(next(seconds)))
-    monkeypatch.setattr("psutil.cpu_percent", lambda interval: next(busy))
-    assert wait_until_quiet(60)
-    assert not wait_until_quiet(5)

@@ -13,7 +13,7 @@ from studies.measurement import Measurement
 from tests.support.records import record, sample
 from tests.support.reviews import review, stock
 from tuner.review.charts import CHARTS
-from tuner.review.document import SearchResult, TextPair
+from tuner.review.document import SearchResult
 from tuner.review.page import report_page
 
 
@@ -45,8 +45,8 @@ def _full() -> SearchResult:
     )
     made = review(comparison=stock(hf=1.6))
     winner = made.rivals[0].model_copy(update={"measurement": Measurement(samples=samples)})
-    text = TextPair(prompt="<script>alert(1)</script>", plain="c", drafted="c", identical=True)
-    return made.model_copy(update={"rivals": (winner, made.rivals[1]), "texts": (text,)})
+    ended = {"conf_layers": "<script>alert(1)</script>"}
+    return made.model_copy(update={"rivals": (winner, made.rivals[1]), "ended": ended})
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_one_file_has_everything_and_loads_nothing(page: str) -> None:
             "Predicted against measured",
             "Speed-up by category",
             "Layers that the drafts skip",
-            "Cost of the search",
+            "trials 10 s, race 5.0 s",
             "hf",
         ),
         *(
@@ -80,7 +80,7 @@ def test_one_file_has_everything_and_loads_nothing(page: str) -> None:
     assert found.loads == []
 
 
-def test_text_of_prompts_is_not_run(page: str) -> None:
+def test_text_of_others_is_not_run(page: str) -> None:
     assert "<script>alert(1)" not in page
     assert "&lt;script&gt;alert(1)" in page
 
@@ -113,7 +113,7 @@ def test_a_report_without_optional_data_is_written(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
     lookup = Candidate(draft=PromptLookup(), draft_length=Fixed())
     made = review(
-        objection="its 95 % interval does not lie above 1", trials=(record(1.4, candidate=lookup),), texts=(), stages={}
+        objection="its 95 % interval does not lie above 1", trials=(record(1.4, candidate=lookup),), stages={}
     )
     page = report_page(made)
     assert "Do not ship" in page

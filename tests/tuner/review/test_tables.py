@@ -14,8 +14,7 @@ from tests.support.records import candidate, measurement, record, sample
 from tests.support.reviews import review
 from tests.support.shown import shown
 from tuner.review.document import MeasuredCandidate
-from tuner.review.tables import NOTHING, results_table, trials_csv
-from tuner.trial_columns import trial_params
+from tuner.review.tables import NOTHING, results_table, trial_params, trials_csv
 
 
 def test_the_csv_has_a_line_for_each_trial_and_a_column_for_everything() -> None:

@@ -12,8 +12,8 @@ from studies.contract import TrialState
 from tests.support.measured import measured
 from tests.support.records import measurement, record, sample
 from tests.support.reviews import QUIET, review, stock
-from tuner.review.document import SearchResult, TextPair
-from tuner.review.markdown import MOST_NAME, search_note, texts_page, trial_note, trial_run_name
+from tuner.review.document import SearchResult
+from tuner.review.markdown import MOST_NAME, search_note, trial_note, trial_run_name
 from tuner.review.page import report_page
 from tuner.review.shipping import Shipping, shipping
 from tuner.review.tables import samples_csv
@@ -129,12 +129,6 @@ def test_trials_are_described(made: object, name: str, note: str) -> None:
     assert trial_run_name(made).startswith(name)  # type: ignore[arg-type]
     assert len(trial_run_name(made, won=True)) <= MOST_NAME  # type: ignore[arg-type]
     assert note in trial_note(made)  # type: ignore[arg-type]
-
-
-def test_texts_are_quoted_side_by_side() -> None:
-    page = texts_page([TextPair(prompt="a\n# b", plain="c", drafted="d", identical=False, tie=True)], "tiny")
-    assert "different, at a numerical tie" in page
-    assert "    # b" in page, "text of a prompt is no heading"
 
 
 def test_samples_are_tables_with_a_line_per_prompt() -> None:

@@ -23,7 +23,7 @@ from tuner.errors import MemoryShortageError
 from tuner.heads.limits import bytes_per_head
 from tuner.inputs import memory
 from tuner.inputs.memory import ModelSize, explained_shortage, size_of_checkpoint
-from tuner.search.memory_plan import MemoryPlan, search_time
+from tuner.search.memory_plan import MemoryPlan
 
 DEMO = ROOT / "configs" / "demo" / "model"
 GB = 10**9
@@ -108,15 +108,8 @@ def test_model_larger_than_the_memory_is_refused_before_it_is_loaded(
 def test_dry_run_shows_memory_and_time(run_search: Callable[..., Result]) -> None:
     shown = " ".join(run_search("--dry-run", timeout="30m").stdout.split())
     assert "memory (estimate, before weights are read) weights" in shown
-    assert "at most 30:00 min for everything, results included" in shown
     assert "--timeout 30:00 min for everything (estimate): " in shown
     assert "for race, confirmation and results" in shown
-
-
-def test_time_without_a_limit_is_given_in_tokens() -> None:
-    config = SearchConfig(model="m", dataset="d", trials=5, prompts_per_trial=4, max_new_tokens=10)
-    assert search_time(config).startswith("no --timeout: at most 5 trials")
-    assert search_time(config).endswith("or 400 tokens in all")
 
 
 @pytest.mark.parametrize(

@@ -164,8 +164,8 @@ def test_every_number_without_a_bound_of_its_own_has_a_limit() -> None:
             has_bound = all("maximum" in each for each in numbers)
             if key not in OF_THE_SERVICE and not has_bound:
                 unbounded.add(f"{prefix}{key}")
-    # Times wait in the time limit, prompts of a trial are no more than the tuning prompts, and seeds and temperatures cost nothing.
-    unbounded -= {"wait_quiet", "prompts_per_trial", "seed", "distillation.temperature", "exact_width"}
+    # Prompts of a trial are no more than the tuning prompts, and seeds and temperatures cost nothing.
+    unbounded -= {"prompts_per_trial", "seed", "distillation.temperature", "exact_width"}
     assert unbounded <= set(LIMITS)
 
 

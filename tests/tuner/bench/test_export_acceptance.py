@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from tuner.export.acceptance import acceptance_rate
+from tuner.bench.engine import acceptance_rate
 
 PROMPTS = [(5, 6, 7, 8), (9, 3, 4)]
 NUM_TOKENS = 3
