@@ -151,7 +151,7 @@ def search_among(family: Family, tuning: Measuring, held_out: Measuring, config:
     ]
     unseen = unseen_by_trials(tuning.indices, config.samples_per_trial)
     finalists = race(shortlist(records, ["null"], config.finalists), tuning, unseen, Progress())
-    chosen = to_confirm(finalists, records)
+    chosen = to_confirm(finalists)
     winner, *_ = confirm(chosen, held_out, Budget(None, StageClock()), Progress(), Confirmations())
     watch = MachineWatch()
     watch.look()

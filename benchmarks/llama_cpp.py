@@ -52,7 +52,7 @@ def main() -> None:
         logs = Path(running.enter_context(tempfile.TemporaryDirectory()))
         for folder in args.folders:
             model = Served(str(task.config.model), "float32", folder)
-            client = running.enter_context(served(program, model, settings, (), logs / f"{folder.name}.log"))
+            client = running.enter_context(served(program, model, settings, (), logs))
             contenders.append(EngineDecoding(folder.name, program, client))
         turns = Interleaved(contenders)
         turns.prepare([bench.batch(index) for index in bench.indices], bench.max_new_tokens)

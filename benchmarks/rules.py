@@ -40,7 +40,6 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, nargs="+", default=[8], help="longest drafts")
     parser.add_argument("--initial-thresholds", type=float, nargs="*", default=[])
     parser.add_argument("--temperature", type=float, help="default: the profile's")
-    parser.add_argument("--top-p", type=float, default=1.0)
     args = parser.parse_args()
     check_rules(tuple(args.rules))
     config = BenchConfig(profile=args.profile, dataset=args.dataset, **settings_of(args))
@@ -56,7 +55,7 @@ def main() -> None:
         categories=[prompt.category for prompt in prompts],
     )
     heads = HeadFolder(task.target, args.profile.parent)
-    bench = Bench(task.target, baseline, decoding=decoding, heads=heads, seed=config.seed, top_p=args.top_p)
+    bench = Bench(task.target, baseline, decoding=decoding, heads=heads, seed=config.seed)
     warm_up = [index for index, row in enumerate(baseline.rows) if row < WARM_UP]
     indices = [index for index in bench.indices if index not in warm_up]
     if not warm_up or len(indices) < 2:
@@ -82,7 +81,6 @@ def main() -> None:
         **task.facts(),
         "draft": profile.draft.model_dump(mode="json"),
         "temperature": decoding.temperature,
-        "top_p": args.top_p,
         "table": rows,
         "rules": {name: rule.model_dump(mode="json") for name, rule in rules.items()},
         "samples": {name: each.model_dump(mode="json")["samples"] for name, each in results.items()},

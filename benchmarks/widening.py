@@ -39,10 +39,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 
 from benchmarks.task import arguments
 from decoding.errors import SdtuneError
-from decoding.exit_heads import head_name, load_exit_head, read_facts, save_head
+from decoding.exit_heads import head_name, load_exit_head, new_exit_head, read_facts, save_head
 from decoding.fingerprint import fingerprint
 from decoding.target import Target
-from decoding.target.heads import new_exit_head
 from tuner.inputs.models import DTYPES
 
 SILENT_OUTSIDE = frozenset({"embed_tokens", "o_proj", "down_proj"})
@@ -331,10 +330,10 @@ def widen_head(path: Path, narrow: Target, wide: Target, folder: Path) -> Path:
     """
     facts = read_facts(path)
     narrow_head = load_exit_head(path, narrow, facts.exit_layer)
-    trained, head = narrow_head.block.state_dict(), new_exit_head(wide)
+    trained, head = narrow_head.state_dict(), new_exit_head(wide)
     layout = Layout(narrow.config, wide.config, wide.device)
     exit_layer = layout.layers.depth(facts.exit_layer)
-    for name, parameter in head.block.state_dict().items():
+    for name, parameter in head.state_dict().items():
         layout.embed(name, parameter, trained[name])
     identity = fingerprint(wide.model)
     changes = {

@@ -1,10 +1,12 @@
 """Trained heads on disk: one safetensors file per exit head, whose metadata names the model and the training.
 
-`decoding.target` knows the modules of heads, `tuner.heads` their training, `decoding.head_folder` a folder of heads.
+A head is a block of the model's own class with keys and values of its own, before the target's own final norm and LM head.
+`tuner.heads` trains heads, `decoding.head_folder` knows a folder of them.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from pathlib import Path
@@ -20,8 +22,7 @@ from decoding.documents.atomic_write import write_atomically
 from decoding.documents.strict_yaml import Document, validate
 from decoding.errors import ExitHeadError, one_line
 from decoding.fingerprint import Fingerprint, fingerprint
-from decoding.target import ExitHead, Target
-from decoding.target.heads import new_exit_head
+from decoding.target import Target
 
 METADATA_KEY = "sdtune"
 
@@ -87,9 +88,9 @@ def prompt_sha256(token_ids: tuple[int, ...] | list[int]) -> str:
     return hashlib.sha256(json.dumps(list(token_ids)).encode()).hexdigest()[:16]
 
 
-def save_head(path: Path, head: ExitHead, facts: HeadFacts) -> str:
+def save_head(path: Path, head: nn.Module, facts: HeadFacts) -> str:
     """Write a head atomically and return the SHA-256 of its file; raise `ExitHeadError` if it cannot be written."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.block.state_dict().items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     content = save(tensors, metadata={METADATA_KEY: facts.model_dump_json(by_alias=True)})
     write_atomically(path, content, what="the exit head", error=ExitHeadError)
     return hashlib.sha256(content).hexdigest()
@@ -122,7 +123,12 @@ def file_sha256(path: Path) -> str:
         raise ExitHeadError(f"cannot read the exit head {path}: {cause.strerror or cause}") from None
 
 
-def load_exit_head(path: Path, target: Target, exit_layer: int, model: Fingerprint | None = None) -> ExitHead:
+def new_exit_head(target: Target) -> nn.Module:
+    """Return a copy of the last block, in its precision, as a new head: the target's final norm and LM head follow it."""
+    return copy.deepcopy(target.blocks[-1]).requires_grad_(True).eval()
+
+
+def load_exit_head(path: Path, target: Target, exit_layer: int, model: Fingerprint | None = None) -> nn.Module:
     """Return the frozen head of one exit, in the precision and on the device of `target`.
 
     `model` is the target's fingerprint, computed if it is not given. Raises `ExitHeadError` for a missing or damaged file, and for
@@ -132,7 +138,7 @@ def load_exit_head(path: Path, target: Target, exit_layer: int, model: Fingerpri
     if facts.exit_layer != exit_layer:
         raise ExitHeadError(f"the exit head {path} is for exit layer {facts.exit_layer}, not {exit_layer}")
     head = new_exit_head(target)
-    _load_weights(path, head.block)
+    _load_weights(path, head)
     return head
 
 

@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import nn
+
 from decoding.documents.atomic_write import write_atomically
 from decoding.drafts import DraftDocument, EarlyExit
 from decoding.errors import ExitHeadError
@@ -20,7 +22,7 @@ from decoding.exit_heads import (
     read_facts,
 )
 from decoding.fingerprint import Fingerprint, fingerprint
-from decoding.target import ExitHead, Target
+from decoding.target import Target
 
 MAX_LOADED = 4
 """Heads kept in memory; others are read again when they are asked for."""
@@ -41,7 +43,7 @@ class HeadFolder:
         self._target = target
         self.folder = folder
         # A plain dictionary: a cached method would refer to itself, and keep all this until a garbage collection.
-        self._loaded: dict[tuple[str, str, int], ExitHead] = {}
+        self._loaded: dict[tuple[str, str, int], nn.Module] = {}
 
     def facts(self, exit_layer: int) -> HeadFacts | None:
         """Return the metadata of an exit's head, or None if the folder has no head for it."""
@@ -69,7 +71,7 @@ class HeadFolder:
         _refuse_overlap(held_out, path, facts)
         return {"head": name, "head_sha256": file_sha256(path)}
 
-    def get(self, draft: EarlyExit) -> ExitHead:
+    def get(self, draft: EarlyExit) -> nn.Module:
         """Return the loaded head of `draft`, which must have one; raise `ExitHeadError` if its file is missing or differs."""
         head = draft.trained_head
         assert head is not None, "an exit without a head needs none"

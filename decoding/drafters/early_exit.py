@@ -9,7 +9,7 @@ drafted nothing, is pending in the branch of the cache until the head's next pas
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
@@ -21,7 +21,7 @@ from decoding.errors import ExitHeadError
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.runners.contract import Outputs, Written, one_token, write_by
-from decoding.target import ExitHead, ExitView, ResumeView, TappedView, Target
+from decoding.target import ExitView, ResumeView, TappedView, Target
 from decoding.text import Request, TokenSequence
 
 
@@ -32,7 +32,7 @@ class EarlyExitDrafter(Drafter):
         self,
         target: Target,
         exit_layer: int,
-        head: ExitHead,
+        head: nn.Module,
         *,
         prefix_reuse: bool = True,
         bits: int | None = None,

@@ -2,7 +2,6 @@
 
 from decoding.target.anatomy import Sublayer
 from decoding.target.equivalence import agree
-from decoding.target.heads import ExitHead
 from decoding.target.lm_heads import DraftVocabulary
 from decoding.target.target import Target
 from decoding.target.views import BlockView, DraftView, ExitView, ResumeView, TappedView
@@ -11,7 +10,6 @@ __all__ = [
     "BlockView",
     "DraftView",
     "DraftVocabulary",
-    "ExitHead",
     "ExitView",
     "ResumeView",
     "Sublayer",

@@ -12,7 +12,6 @@ from decoding.cache.known_prompt import KnownPrompt
 from decoding.cache.kv_cache import KVCache
 from decoding.errors import UnsupportedModelError
 from decoding.runners.eager import EagerRunner
-from decoding.target.heads import ExitHead
 from decoding.target.parts import run_whole, with_blocks
 from decoding.target.stand_ins import Head, PassState, Tap, first_of
 from decoding.target.target import Target
@@ -62,7 +61,7 @@ def exit_logits(
     target: Target,
     token_ids: Tensor,
     states: Tensor,
-    head: ExitHead | None,
+    head: nn.Module | None,
     *,
     first: int = 0,
     bits: int | None = None,
@@ -75,7 +74,7 @@ def exit_logits(
     """
     blocks = target.emitting(states)
     if head is not None:
-        blocks[-1] = Head(head.block if bits is None else target.quantised.within(head.block, bits))
+        blocks[-1] = Head(head if bits is None else target.quantised.within(head, bits))
     view = with_blocks(target.model, target.anatomy.path, blocks)
     if bits is not None and (lm_head := target.lm_heads.quantised(None, bits)) is not None:
         setattr(view, lm_head.name, lm_head.stand_in(PassState()))

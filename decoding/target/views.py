@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from decoding.cache.kv_cache import KVCache
 from decoding.cache.rounds_cache import RoundsCache
 from decoding.runners.contract import Outputs, Written
-from decoding.target.heads import ExitHead
 from decoding.target.lm_heads import DraftVocabulary
 from decoding.target.parts import ModelPart
 from decoding.target.stand_ins import Head, LastPosition, PassState, Resume, Tap
@@ -189,10 +188,10 @@ class ExitView:
     mask and rotary embeddings of the block it was copied from. Blocks and head have quantised weights if `bits` are given.
     """
 
-    def __init__(self, target: Target, exit_layer: int, head: ExitHead, *, bits: int | None = None) -> None:
+    def __init__(self, target: Target, exit_layer: int, head: nn.Module, *, bits: int | None = None) -> None:
         target.check_exit_layer(exit_layer)
         self._target = target
-        block = target.prepare_block(head.block, target.num_layers - 1, bits=bits)
+        block = target.prepare_block(head, target.num_layers - 1, bits=bits)
         passed_by = target.passed_by(target.stack)
         between, after = passed_by[exit_layer:-1], range(exit_layer, target.num_layers)
         before = target.draft_blocks(after, after, bits=bits)[:exit_layer]

@@ -24,7 +24,7 @@ from decoding.drafts import Draft, EarlyExit, LayerSkip
 from decoding.drafts.history import RequestHistory
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
-from decoding.target import DraftView, ExitHead, Target
+from decoding.target import DraftView, Target
 from decoding.target.lm_heads import LEFT_OUT
 from decoding.target.states import cache_after, exit_logits, exit_states
 from decoding.target.views import DraftStatesView
@@ -284,7 +284,7 @@ class Survey:
     def _holds(self, layer: int, with_prompt: bool) -> bool:
         return layer in self._states and (self._states[layer].has_prompt or not with_prompt)
 
-    def _head(self, draft: EarlyExit) -> ExitHead | None:
+    def _head(self, draft: EarlyExit) -> nn.Module | None:
         if draft.head is None:
             return None
         assert self._heads is not None, "a draft with a head comes with the folder of heads"

@@ -21,6 +21,7 @@ from decoding.exit_heads import (
     file_sha256,
     head_name,
     load_exit_head,
+    new_exit_head,
     prompt_sha256,
     read_facts,
     save_head,
@@ -29,7 +30,6 @@ from decoding.fingerprint import fingerprint
 from decoding.head_folder import HeadFolder
 from decoding.memory import without_garbage_collection
 from decoding.target import Target
-from decoding.target.heads import new_exit_head
 from tests.support.heads import training, write_heads
 from tests.support.tiny import tiny_target
 
@@ -133,16 +133,16 @@ def path(target: Target, tmp_path: Path) -> Path:
 def test_head_is_read_back_as_it_was_written(target: Target, tmp_path: Path) -> None:
     head = new_exit_head(target)
     with torch.no_grad():
-        for parameter in head.block.parameters():
+        for parameter in head.parameters():
             parameter.uniform_()
     path = tmp_path / "h.safetensors"
     sha256 = save_head(path, head, facts_of(target))
     assert sha256 == file_sha256(path)
     assert read_facts(path) == facts_of(target)
     again = load_exit_head(path, target, 2)
-    for name, tensor in head.block.state_dict().items():
-        assert torch.equal(tensor, again.block.state_dict()[name])
-    assert not any(parameter.requires_grad for parameter in again.block.parameters())
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name])
+    assert not any(parameter.requires_grad for parameter in again.parameters())
     assert [file.name for file in tmp_path.iterdir()] == ["h.safetensors"], "nothing is left beside it"
 
 

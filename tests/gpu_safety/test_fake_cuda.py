@@ -17,9 +17,9 @@ from decoding.draft_length import AdaEdl, Fixed, TopProbability
 from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.errors import ProfileWarning, UnsupportedModelError
+from decoding.exit_heads import new_exit_head
 from decoding.rounds import Generation
 from decoding.target import Target
-from decoding.target.heads import new_exit_head
 from decoding.text import Ending
 from tests.support.fake_cuda import DEVICE, fake_cuda
 from tests.support.families import SUPPORTED, build, of_depth

@@ -13,9 +13,9 @@ from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import AdaEdl, Fixed, TopProbability
 from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafts import LayerSkip, PromptLookup
+from decoding.exit_heads import new_exit_head
 from decoding.rounds import Generation
 from decoding.target import Target
-from decoding.target.heads import new_exit_head
 from decoding.text import Ending
 from tests.support.fake_cuda import FakeCuda, fake_cuda
 from tests.support.families import build

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import sys
 
+from decoding.exit_heads import new_exit_head
 from decoding.target import Target
-from decoding.target.heads import new_exit_head
 from tests.support.fake_8b import PeakBytes, fake_8b
 from tuner.config import DistillSettings
 from tuner.heads.texts import GeneratedText, TrainingBatch

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from decoding.drafts import EarlyExit
-from decoding.exit_heads import ExitFigures, HeadFacts, HeadTraining, head_name, save_head
+from decoding.exit_heads import ExitFigures, HeadFacts, HeadTraining, head_name, new_exit_head, save_head
 from decoding.fingerprint import fingerprint
-from decoding.target import ExitHead, Target
-from decoding.target.heads import new_exit_head
+from decoding.target import Target
 
 
 def training(**facts: Any) -> HeadTraining:
@@ -54,11 +54,11 @@ def write_heads(target: Target, folder: Path, exit_layers: Iterable[int], **fact
     return drafts
 
 
-def untrained_head(target: Target, seed: int = 0) -> ExitHead:
+def untrained_head(target: Target, seed: int = 0) -> nn.Module:
     """Return a disturbed copy of the last block, whose drafts are accepted sometimes but not always."""
     head = new_exit_head(target)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in head.block.parameters():
+        for weight in head.parameters():
             weight.add_(0.1 * torch.randn(weight.shape, generator=generator) * weight.abs().mean())
     return head

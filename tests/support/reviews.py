@@ -62,15 +62,13 @@ def review(**changes: Any) -> SearchResult:
         "objection": None,
         "rivals": (
             MeasuredCandidate(
-                label="conf_layers",
                 trial="conf_layers/0",
                 origin="conf_layers",
                 candidate=candidate((2, 3)),
                 measurement=measurement([1.3, 1.4, 1.5] * 5),
             ),
             MeasuredCandidate(
-                label="best ada_edl",
-                trial="conf_layers/1",
+                trial="draft_length/1",
                 origin="conf_layers",
                 candidate=candidate((1, 5)),
                 measurement=measurement([1.1, 1.2, 1.1] * 5),

@@ -22,6 +22,7 @@ from tuner.review.tables import results_table
 from tuner.tables import figures_table
 
 LONG = "best ada_edl_published"
+"""A name of two words, as a category may have."""
 
 
 def of_tasks(factor: float) -> Measurement:
@@ -113,8 +114,8 @@ hf-static               left out: CUDA only
 """
 
 
-def rival(label: str, measured: Measurement) -> MeasuredCandidate:
-    return MeasuredCandidate.of(record(), label).model_copy(update={"measurement": measured})
+def rival(study: str, measured: Measurement) -> MeasuredCandidate:
+    return MeasuredCandidate.of(record(study=study)).model_copy(update={"measurement": measured})
 
 
 def test_the_end_of_a_search() -> None:

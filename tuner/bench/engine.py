@@ -49,16 +49,12 @@ class EngineTask:
     logs: Path
     remarks: tuple[str, ...] = ()
     """What the engine's files differ in, one sentence each."""
-    num_started: int = 0
 
     @contextmanager
     def server(self, flags: Sequence[str], progress: Progress, *, what: str) -> Iterator[Client]:
         """Serve with these flags of a draft, or plainly without, while the context lasts."""
         progress.stage(f"starting {self.program.title} {what}")
-        self.num_started += 1
-        with served(
-            self.program, self.plan, self.settings, flags, self.logs / f"server-{self.num_started}.log"
-        ) as client:
+        with served(self.program, self.plan, self.settings, flags, self.logs) as client:
             yield client
 
     def drafts(self) -> Iterator[tuple[str, Sequence[str]]]:

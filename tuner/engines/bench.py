@@ -174,7 +174,6 @@ class EngineServers:
         self._logs, self._warm_up = logs, warm_up
         self._plain: tuple[Client, ExitStack] | None = None
         self._drafted: OrderedDict[tuple[str, ...], tuple[Client, ExitStack]] = OrderedDict()
-        self._num_started = 0
 
     def __enter__(self) -> Self:
         return self
@@ -224,10 +223,8 @@ class EngineServers:
         return tuple(self.exports.shown(self.program.launch(plan, self.settings, 0, flags).command))
 
     def _started(self, plan: Plan, flags: Sequence[str]) -> tuple[Client, ExitStack]:
-        self._num_started += 1
-        log = self._logs / f"server-{self._num_started}.log"
         with ExitStack() as starting:
-            client = starting.enter_context(served(self.program, plan, self.settings, flags, log))
+            client = starting.enter_context(served(self.program, plan, self.settings, flags, self._logs))
             self.program.complete(client, self._warm_up, FEWEST_DECODED)
             return client, starting.pop_all()
 

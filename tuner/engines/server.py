@@ -120,13 +120,13 @@ def serving(launch: Launch, client: Client, log: Path, *, start_seconds: float) 
 
 
 def served(
-    program: EngineProgram, plan: Plan | Served, settings: ServerSettings, flags: Sequence[str], log: Path
+    program: EngineProgram, plan: Plan | Served, settings: ServerSettings, flags: Sequence[str], logs: Path
 ) -> AbstractContextManager[Client]:
-    """Return a server of the export with these flags of a draft, or without any; it runs while the context does."""
+    """Return a server of the export with these flags of a draft, or without any; it runs while the context does, and logs there."""
     torch.cuda.empty_cache()  # the server can use the GPU's memory that torch only keeps
     port = free_port()
     launch = program.launch(plan, settings, port, flags)
-    return serving(launch, Client(port, program.title), log, start_seconds=program.start_seconds)
+    return serving(launch, Client(port, program.title), logs / f"{port}.log", start_seconds=program.start_seconds)
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], client: Client, log: Path, seconds: float) -> None:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from decoding.errors import first_line
-from decoding.target import DraftView, ExitHead, ExitView, Target, agree
+from decoding.target import DraftView, ExitView, Target, agree
 from decoding.target.parts import with_blocks
 from decoding.target.stand_ins import Identity
 from tuner.errors import ExportError
@@ -40,7 +40,7 @@ def draft_config(config: Any, shape: DraftShape) -> PreTrainedConfig:
     return narrowed
 
 
-def write_checkpoint(target: Target, shape: DraftShape, head: ExitHead | None, folder: Path) -> int:
+def write_checkpoint(target: Target, shape: DraftShape, head: nn.Module | None, folder: Path) -> int:
     """Write the draft into the new folder `folder`, as `save_pretrained` does, and return the bytes of its tensors.
 
     The weights are the target's own in memory until they are on disk. Raises `ExportError` for a model with parts beside its
@@ -54,7 +54,7 @@ def write_checkpoint(target: Target, shape: DraftShape, head: ExitHead | None, f
     return sum(parameter.numel() * parameter.element_size() for parameter in draft.parameters())
 
 
-def _draft_model(target: Target, shape: DraftShape, head: ExitHead | None) -> PreTrainedModel:
+def _draft_model(target: Target, shape: DraftShape, head: nn.Module | None) -> PreTrainedModel:
     model = target.model
     if model.config is not target.config:
         raise ExportError(
@@ -78,14 +78,14 @@ def _draft_model(target: Target, shape: DraftShape, head: ExitHead | None) -> Pr
     return draft.eval()
 
 
-def _tensors(target: Target, shape: DraftShape, head: ExitHead | None) -> Iterator[tuple[str, Tensor]]:
+def _tensors(target: Target, shape: DraftShape, head: nn.Module | None) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors of the draft: all that is outside the target's blocks, the kept blocks, and the head."""
     path = ".".join(target.anatomy.path)
     for name, tensor in target.model.state_dict().items():
         if not name.startswith(f"{path}."):
             yield name, tensor
     layers: Sequence[Any] = [target.blocks[index] for index in shape.blocks]
-    for index, block in enumerate([*layers, *([head.block] if head else [])]):
+    for index, block in enumerate([*layers, *([head] if head else [])]):
         for name, tensor in block.state_dict().items():
             yield f"{path}.{index}.{name}", tensor
 
@@ -99,7 +99,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 @torch.inference_mode()
-def check_draft(target: Target, shape: DraftShape, head: ExitHead | None, folder: Path, text: Sequence[int]) -> float:
+def check_draft(target: Target, shape: DraftShape, head: nn.Module | None, folder: Path, text: Sequence[int]) -> float:
     """Compare the folder with the draft at every position of a text, in token ids.
 
     Return the bytes of keys and values that the draft keeps per position.
@@ -135,7 +135,7 @@ def _load(folder: Path, target: Target) -> PreTrainedModel:
     return model.to(target.device).eval()
 
 
-def _own_draft(target: Target, shape: DraftShape, head: ExitHead | None) -> torch.nn.Module:
+def _own_draft(target: Target, shape: DraftShape, head: nn.Module | None) -> nn.Module:
     """Return the target with the draft's blocks in their places, and nothing in the others."""
     outputs = target.anatomy.block_outputs
     stack = [
@@ -143,11 +143,11 @@ def _own_draft(target: Target, shape: DraftShape, head: ExitHead | None) -> torc
         for index, block in enumerate(target.blocks)
     ]
     if head is not None:
-        stack[-1] = head.block
+        stack[-1] = head
     return with_blocks(target.model, target.anatomy.path, stack).eval()
 
 
-def _deployed_logits(target: Target, shape: DraftShape, head: ExitHead | None, token_ids: Tensor) -> Tensor:
+def _deployed_logits(target: Target, shape: DraftShape, head: nn.Module | None, token_ids: Tensor) -> Tensor:
     """Return the logits [1, vocabulary] of the view that decodes in production, after the last token."""
     cache = target.new_cache(token_ids.shape[1])
     if head is not None:

@@ -6,7 +6,7 @@ Both `sdtune distill` and a search with missing heads run it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -15,9 +15,8 @@ import torch
 
 from decoding.drafts import compact_indices
 from decoding.errors import DistillationError
-from decoding.exit_heads import ExitFigures, HeadFacts, HeadTraining, prompt_sha256, save_head
+from decoding.exit_heads import ExitFigures, HeadFacts, HeadTraining, new_exit_head, prompt_sha256, save_head
 from decoding.fingerprint import hash_json
-from decoding.target.heads import new_exit_head
 from tuner.config import SearchConfig
 from tuner.fields import DATA_FIELDS
 from tuner.heads.checkpoint import OtherCheckpointError, load_checkpoint, save_checkpoint, stored_exits
@@ -92,7 +91,7 @@ def distil(
         cost = writing_seconds * len(heads) / len(exits) + run.seconds
         for layer, head in heads.items():
             facts[layer] = _facts(work, layer, texts, run.step, cost, before[layer], after[layer])
-            save_head(work.path(layer), replace(head, block=head.block.to(torch.bfloat16)), facts[layer])
+            save_head(work.path(layer), head.to(torch.bfloat16), facts[layer])
         training_seconds += run.seconds
         work.checkpoint.unlink(missing_ok=True)
     return Distilled({layer: facts[layer] for layer in exits}, writing_seconds, training_seconds)

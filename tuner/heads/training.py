@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from decoding.errors import DistillationError
 from decoding.exit_heads import ExitFigures
-from decoding.target import ExitHead, Target
+from decoding.target import Target
 from decoding.target.states import exit_logits, exit_states
 from tuner.config import DistillSettings
 from tuner.heads.texts import GeneratedText, Schedule, TrainingBatch, batches_by_length
@@ -40,9 +40,9 @@ Losses = Mapping[int, float]
 class Student:
     """Head in training: its module, float32 master weights, and their optimizer."""
 
-    def __init__(self, head: ExitHead) -> None:
+    def __init__(self, head: nn.Module) -> None:
         self.head = head
-        self._weights: list[nn.Parameter] = list(head.block.parameters())
+        self._weights: list[nn.Parameter] = list(head.parameters())
         # The weights of a float32 head are their own masters.
         self.masters: list[Tensor] = [
             weight if weight.dtype == torch.float32 else weight.detach().float() for weight in self._weights
@@ -73,12 +73,12 @@ class Student:
                 weight.copy_(master)
 
     @torch.no_grad()
-    def stored_head(self) -> ExitHead:
+    def stored_head(self) -> nn.Module:
         """Return the head as loaded from a file: target's precision, rounded to bfloat16."""
-        stored = copy.deepcopy(self.head.block).requires_grad_(False)
+        stored: nn.Module = copy.deepcopy(self.head).requires_grad_(False)
         for weight, master in zip(stored.parameters(), self.masters, strict=True):
             weight.copy_(master.to(torch.bfloat16))
-        return replace(self.head, block=stored)
+        return stored
 
 
 @dataclass
@@ -161,7 +161,7 @@ def train_step(
 @torch.no_grad()
 def evaluate(
     target: Target,
-    heads: Mapping[int, ExitHead | None],
+    heads: Mapping[int, nn.Module | None],
     texts: Sequence[GeneratedText],
     batch_size: int,
     on_texts: Callable[[int], None] = lambda num_texts: None,

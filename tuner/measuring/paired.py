@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers.generation import TemperatureLogitsWarper, TopPLogitsWarper
+from transformers.generation import TemperatureLogitsWarper
 
 from decoding.acceptance import Acceptance, Greedy, Sampling
 from decoding.cache.known_prompt import KnownPrompt
@@ -26,7 +26,7 @@ from decoding.losslessness import Comparison, compare
 from decoding.profile import Decoding
 from decoding.rounds import Prefill
 from decoding.target import Target
-from decoding.text import Ending, LogitsProcessor, Shaping
+from decoding.text import Ending, Shaping
 from decoding.timing.round_costs import measure_round_costs
 from studies.contract import Candidate
 from studies.measurement import Measurement, PromptSample
@@ -51,10 +51,9 @@ class FarTooSlowError(Exception):
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How requests are sampled: temperature and nucleus as in `generate`, every sequence with the same seed."""
+    """How requests are sampled: temperature as in `generate`, every sequence with the same seed."""
 
     temperature: float
-    top_p: float = 1.0
     seed: int = 0
 
     def acceptance(self, device: torch.device) -> Sampling:
@@ -63,10 +62,7 @@ class SamplingSettings:
 
     def requests(self, greedy: Sequence[Request], device: torch.device) -> list[Request]:
         """Return the requests, sampled."""
-        processors: list[LogitsProcessor] = [TemperatureLogitsWarper(self.temperature)]
-        if self.top_p < 1.0:
-            processors.append(TopPLogitsWarper(self.top_p))
-        shaping = Shaping(processors)
+        shaping = Shaping([TemperatureLogitsWarper(self.temperature)])
         return [replace(each, acceptance=self.acceptance(device), shaping=shaping) for each in greedy]
 
 
@@ -178,12 +174,11 @@ class Bench(PairedBench):
         seed: int = 0,
         clock: Clock | None = None,
         most_kept: int = MOST_KEPT,
-        top_p: float = 1.0,
     ) -> None:
         """`clock` is real time unless given; a price list makes every measurement repeat exactly.
 
-        When sampling, `top_p` is the share of the probability that is sampled from, as in `generate`. The decoders of the
-        `most_kept` drafts measured last are kept, so that what a runner has prepared for them is not prepared again.
+        The decoders of the `most_kept` drafts measured last are kept, so that what a runner has prepared for them is not prepared
+        again.
         """
         if decoding.temperature > 0 and not baseline.continuations:
             raise ValueError("sampled sequences are compared by the baseline's continuations, and it has none")
@@ -194,9 +189,9 @@ class Bench(PairedBench):
         self._seed = seed
         self._clock = clock or WallClock(target.device)
         self._costs: dict[Draft, RoundCosts] = {}
-        self._most_kept, self._top_p = most_kept, top_p
+        self._most_kept = most_kept
         self._decoders: OrderedDict[Draft, Decoder] = OrderedDict()
-        self._sampling = SamplingSettings(decoding.temperature, top_p, seed) if decoding.temperature > 0 else None
+        self._sampling = SamplingSettings(decoding.temperature, seed) if decoding.temperature > 0 else None
         self._plain = self._contender(PLAIN, plain_decoder(target))
 
     def reordered(self, order: Sequence[int]) -> Bench:
@@ -209,7 +204,6 @@ class Bench(PairedBench):
             seed=self._seed,
             clock=self._clock,
             most_kept=self._most_kept,
-            top_p=self._top_p,
         )
 
     def measure(

@@ -5,7 +5,7 @@ Colours are Okabe and Ito's, and every state has a marker of its own, so that co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -39,21 +39,7 @@ def held_out_chart(result: SearchResult) -> go.Figure:
         for name, each in result.comparison.contenders.items():
             if name != PROFILE:
                 shown.append((name, each.over_plain, each.description))
-    figure = go.Figure()
-    for index, (name, interval, description) in enumerate(shown):
-        figure.add_scatter(
-            x=[interval.value],
-            y=[name],
-            error_x=_reach([interval]),
-            mode="markers",
-            marker={"size": 11, "symbol": "square" if index == 0 else "circle", "color": RED if index == 0 else BLUE},
-            hovertext=[f"{interval}<br>{_short(description)}"],
-            hoverinfo="text",
-            showlegend=False,
-        )
-    figure.add_vline(x=1.0, line_dash="dash", line_color=GREY, annotation_text="plain decoding")
-    figure.update_yaxes(autorange="reversed")
-    return _titled(figure, "speed-up of decoding over plain decoding, 95 % intervals", "", height=150 + 45 * len(shown))
+    return _intervals_chart(shown)
 
 
 def progress_chart(result: SearchResult) -> go.Figure | None:
@@ -215,23 +201,30 @@ def layers_chart(result: SearchResult) -> go.Figure | None:
 
 def categories_chart(result: SearchResult) -> go.Figure | None:
     """Return the winner's speed-up by category of prompts, with intervals; None unless there are two categories."""
-    found = {
-        name: each.speedup_interval() for name, each in result.confirmed.by_category().items() if len(each.samples) > 1
-    }
-    if len(found) < 2:
-        return None
+    found = result.confirmed.by_category().items()
+    shown = [
+        (name, each.speedup_interval(), f"{len(each.samples)} prompts") for name, each in found if len(each.samples) > 1
+    ]
+    return None if len(shown) < 2 else _intervals_chart(shown)
+
+
+def _intervals_chart(shown: Sequence[tuple[str, Interval, str]]) -> go.Figure:
+    """Return intervals one below the other, by name and with a text for each."""
+    intervals = [interval for _, interval, _ in shown]
     figure = go.Figure()
     figure.add_scatter(
-        x=[interval.value for interval in found.values()],
-        y=list(found),
-        error_x=_reach(list(found.values())),
+        x=[interval.value for interval in intervals],
+        y=[name for name, _, _ in shown],
+        error_x=_reach(intervals),
         mode="markers",
-        marker={"size": 10, "color": BLUE},
+        marker={"size": 11, "color": BLUE},
+        hovertext=[f"{interval}<br>{_short(text)}" for _, interval, text in shown],
+        hoverinfo="text",
         showlegend=False,
     )
-    figure.add_vline(x=1.0, line_dash="dash", line_color=GREY)
+    figure.add_vline(x=1.0, line_dash="dash", line_color=GREY, annotation_text="plain decoding")
     figure.update_yaxes(autorange="reversed")
-    return _titled(figure, "speed-up of decoding", "", height=140 + 36 * len(found))
+    return _titled(figure, "speed-up of decoding over plain decoding, 95 % intervals", "", height=150 + 45 * len(shown))
 
 
 Chart = Callable[[SearchResult], go.Figure | None]

@@ -24,16 +24,15 @@ class MeasuredCandidate(Document):
     origin: str = Field(description="the method that proposed the draft")
     candidate: Candidate
     measurement: Measurement = Measurement(samples=())
-    label: str = Field("", description="name in the final table; empty in the race")
 
     @classmethod
-    def of(cls, record: TrialRecord, label: str = "") -> MeasuredCandidate:
+    def of(cls, record: TrialRecord) -> MeasuredCandidate:
         """Return the candidate of a trial, without what the trial measured: that selected it, and flatters it."""
-        return cls(trial=trial_name(record), origin=record.origin, candidate=record.candidate, label=label)
+        return cls(trial=trial_name(record), origin=record.origin, candidate=record.candidate)
 
     @property
     def study(self) -> str:
-        """Name of the study that tried it."""
+        """Name of the study that tried it, and in the final table."""
         return self.trial.rpartition("/")[0]
 
 

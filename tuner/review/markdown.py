@@ -1,4 +1,4 @@
-"""The descriptions of runs in MLflow, in Markdown: the whole search, a trial, the experiment, and a page of texts."""
+"""The descriptions of runs in MLflow, in Markdown: the whole search, a trial and the experiment."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ SAMPLE_COLUMNS = (
 
 def results_table(result: SearchResult) -> RenderableType:
     """Return the final table for a terminal: the candidates on held-out prompts, stock generation, and a legend."""
-    measured = {each.label: each.measurement for each in result.rivals}
+    measured = {each.study: each.measurement for each in result.rivals}
     parts: list[RenderableType] = [_decode_table(measured)]
     if all(each.end_to_end is not None for each in measured.values()):
         parts.append(_end_to_end_table(measured))
@@ -38,7 +38,7 @@ def results_table(result: SearchResult) -> RenderableType:
     legend = facts_grid()
     legend.add_row(PLAIN_LABEL, PLAIN_DESCRIPTION)
     for each in result.rivals:
-        legend.add_row(each.label, spaced(description(each, result.winner)))
+        legend.add_row(each.study, spaced(description(each, result.winner)))
     if result.comparison is not None:
         parts.append(_stock_table(result.comparison))
         for name, contender in result.comparison.contenders.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
-from studies.contract import Candidate, TrialRecord, TrialState
+from studies.contract import Candidate, TrialRecord
 from studies.measurement import Measurement, PromptSample
 from tuner.config import FEWEST_SAMPLES
 from tuner.measuring.turns import Measuring
@@ -17,8 +17,6 @@ from tuner.review.document import MeasuredCandidate
 from tuner.search.budget import Budget, OutOfTimeError
 from tuner.search.storage import StudyStore
 
-REFERENCE_RULES = ("ada_edl", "ada_edl_published")
-"""Rules that are in the final table whenever a trial measured them."""
 CONFIRMED, WINNERS = "confirmed", "confirmed_winners"
 """Notes of an experiment: measurements by candidate, and the winners so far in order."""
 
@@ -78,36 +76,15 @@ class Confirmations:
         return len(winners)
 
 
-def to_confirm(race: Sequence[MeasuredCandidate], records: Sequence[TrialRecord]) -> list[MeasuredCandidate]:
-    """Return the best finalist of each study and the best trial of each reference rule with their labels, the winner first."""
-    labelled = [
-        *(each.model_copy(update={"label": each.study}) for each in race),
-        *(
-            MeasuredCandidate.of(best, f"best {rule}")
-            for rule in REFERENCE_RULES
-            if (best := _best_with(rule, records)) is not None
-        ),
-    ]
-    by_label: dict[str, MeasuredCandidate] = {}
+def to_confirm(race: Iterable[MeasuredCandidate]) -> list[MeasuredCandidate]:
+    """Return the best finalist of each study, the winner first."""
+    of_studies: dict[str, MeasuredCandidate] = {}
+    for each in race:
+        of_studies.setdefault(each.study, each)
     by_candidate: dict[str, MeasuredCandidate] = {}
-    for each in labelled:
-        by_label.setdefault(each.label, each)
-    for each in by_label.values():
+    for each in of_studies.values():
         by_candidate.setdefault(each.candidate.key, each)
     return list(by_candidate.values())
-
-
-def _best_with(rule: str, records: Sequence[TrialRecord]) -> TrialRecord | None:
-    """Return the best trial with a rule, also a pruned one: it cannot win, but is reported."""
-    tried = [
-        record
-        for record in records
-        if record.candidate.draft_length.rule == rule
-        and record.candidate.draft.drafts
-        and record.state is not TrialState.FAIL
-        and record.measurement is not None
-    ]
-    return max(tried, key=lambda record: record.measurement.speedup if record.measurement else 0.0, default=None)
 
 
 def confirm(
@@ -132,7 +109,7 @@ def confirm(
         samples = confirmations.of(each.candidate).samples
         may_go_on = budget.share(len(chosen) - number, keep_seconds) if left[number] else None
         if may_go_on is None and confirmed and not samples:
-            progress.say(f"{each.label} is not measured on held-out prompts: no time is left")
+            progress.say(f"{each.study} is not measured on held-out prompts: no time is left")
             continue
         if may_go_on is not None or not samples:
             fewest = budget.end.least.held_out - len(samples)
@@ -186,7 +163,7 @@ def _on_common_prompts(confirmed: Sequence[MeasuredCandidate]) -> list[MeasuredC
 
 def note_cuts(confirmed: Sequence[MeasuredCandidate], num_wanted: int, num_earlier: int, budget: Budget) -> None:
     """Note what was confirmed on fewer samples than wanted, and how many of the winner's an earlier run measured."""
-    (_, count), *rivals = [(each.label, len(each.measurement.samples)) for each in confirmed]
+    (_, count), *rivals = [(each.study, len(each.measurement.samples)) for each in confirmed]
     unit = f"held-out {budget.unit}"
     budget.cut("confirmed", count, num_wanted, unit)
     if fewer := [f"{label} on {of_rival}" for label, of_rival in rivals if of_rival < count]:

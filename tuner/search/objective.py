@@ -20,7 +20,6 @@ from decoding.errors import first_line
 from studies.contract import Candidate, TrialRecord, TrialState
 from studies.measurement import Measurement, PromptSample
 from studies.samplers.contract import BEGUN, StudySampler, measured_now
-from tuner.freed_memory import large_blocks_given_back
 from tuner.measuring.turns import Measuring
 from tuner.search.budget import TrialTime
 from tuner.search.storage import FAILURES, StoredStudy
@@ -113,9 +112,8 @@ class Trials:
             return f"{len(records)} trials done"
         if self._limit is not None and (spent := self._limit.spent()) is not None:
             return spent
-        with large_blocks_given_back():
-            if (ended := self._sampler.finished(self._stored.study)) is not None:
-                return ended
+        if (ended := self._sampler.finished(self._stored.study)) is not None:
+            return ended
         if self._patience is not None and (idle := _num_idle(records)) >= self._patience:
             return f"no better candidate in {idle} trials"
         return None
@@ -162,9 +160,8 @@ class Trials:
         study = self._stored.study
         if (ended := self._why_none_begins(before=trial.number)) is not None:
             raise CandidateError(f"not needed: {ended}")
-        with large_blocks_given_back():
-            candidate = self._sampler.space.suggest(trial)
-            notes = self._sampler.notes(candidate)
+        candidate = self._sampler.space.suggest(trial)
+        notes = self._sampler.notes(candidate)
         trial.set_user_attr(BEGUN, candidate.key)
         while any(each is not None and each.key == candidate.key for each in measured_now(study, trial.number)):
             self._stored.wait()

@@ -271,7 +271,7 @@ def open_tracker(task: Task, store: StudyStore) -> Tracker:
 
 
 def track_result(tracker: Tracker, result: SearchResult, task: Task) -> None:
-    """Log figures, profile, tables, texts and report of a search, mark the winning trial, and describe the run."""
+    """Log figures, profile, tables and report of a search, mark the winning trial, and describe the run."""
     winner, out, noise = result.winner, task.config.out, result.noise
     figures = {
         "search_seconds": result.cost.seconds,

@@ -150,9 +150,7 @@ def _ended(task: Task, store: StudyStore, tracker: Tracker, progress: Progress, 
         with _decoding("the race", config):
             finalists = earlier_race(store, len(records)) or _race(task, records, studies, progress, engine)
         with _decoding("the held-out prompts", config):
-            rivals, held_out = _confirmed(
-                task, to_confirm(finalists, records), records, confirmations, progress, engine
-            )
+            rivals, held_out = _confirmed(task, to_confirm(finalists), records, confirmations, progress, engine)
             winner = rivals[0]
             task.watch.look()
             noise = task.watch.noise(blocks(records, finalists), winner.measurement)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
@@ -17,7 +17,6 @@ from studies.costs.table import CostTable
 from studies.samplers import load_sampler
 from studies.samplers.contract import StudySampler
 from tuner.errors import ConfigError
-from tuner.freed_memory import freed_blocks_kept, large_blocks_given_back
 from tuner.measuring.cost_table import cost_table
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
@@ -100,15 +99,11 @@ class StudyRuns:
             earlier = self.store.records() if settings.reads_earlier else ()
             seconds = None if task.budget.timeout is None else share
             problem = build_problem(task, self.heads, self.bench, earlier, seconds, self.progress)
-            assert problem.costs is not None, "a search measures them"
-            # As production runs, though what is freed between surveys is given back.
-            problem = replace(problem, costs=freed_blocks_kept()(problem.costs))
             try:
                 sampler = load_sampler(name)(problem, settings)
             except ValueError as cause:
                 raise ConfigError(str(cause)) from None
-            with large_blocks_given_back():
-                stored = self.store.open(sampler, task.identity, elapsed=lambda: clock.elapsed)
+            stored = self.store.open(sampler, task.identity, elapsed=lambda: clock.elapsed)
             stored.note(RUN_ID, self.tracker.run_id)
             if task.configuration is not None:
                 stored.note(CONFIGURATION, task.configuration)

@@ -264,5 +264,5 @@ def _rows(found: SearchResult) -> list[TableRow]:
         interval = each.measurement.speedup_interval()
         low, high = interval.ci95
         words = description(each, found.winner)
-        rows.append(TableRow(label=each.label, description=words, speedup=interval.value, low=low, high=high))
+        rows.append(TableRow(label=each.study, description=words, speedup=interval.value, low=low, high=high))
     return rows

@@ -120,8 +120,7 @@ class TuneTask:
         """Serve with these flags of a draft, or plainly without, while the context lasts."""
         progress.stage(f"starting {self.program.title}: {name}")
         self.num_started += 1
-        log = self.logs / f"server-{self.num_started}.log"
-        with served(self.program, self.served, self.settings, flags, log) as client:
+        with served(self.program, self.served, self.settings, flags, self.logs) as client:
             yield EngineDecoding(name, self.program, client)
 
     def crowd(self, plain: Client, prompts: Sequence[Prompt], progress: Progress) -> Crowd:

@@ -75,8 +75,8 @@ def run(target: nn.Module, steps: list[Step], head: nn.Module | None, tokens: Te
     return logits
 
 
-def load_head(target: nn.Module, config: Any, file: Path) -> nn.Module:
-    """Return the exit head as one more block of the model's class, whose attention thereby gets keys and values of its own."""
+def load_head(target: nn.Module, config: Any, file: Path) -> tuple[nn.Module, str]:
+    """Return the exit head, a block of the model's class, and the name of its attention, which has keys and values of its own."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
     from vllm.model_executor.models.interfaces import supports_eagle3
@@ -103,7 +103,14 @@ def load_head(target: nn.Module, config: Any, file: Path) -> nn.Module:
         head: nn.Module = kind(**{name: value for name, value in known.items() if name in wanted})
     _fill(target, head, file)
     process_weights_after_loading(head, config.model_config, device)
-    return head.eval()
+    attentions = config.compilation_config.static_forward_context
+    name = next(name for name in attentions if name.startswith(prefix))
+    backend = attentions[name].attn_backend
+    if backend.forward_includes_kv_cache_update:
+        raise UnsupportedError(
+            f"{backend.get_name()} does not write keys and values without attention, as an exit head needs"
+        )
+    return head.eval(), name
 
 
 def _fill(target: Any, head: nn.Module, file: Path) -> None:
@@ -123,8 +130,3 @@ def _fill(target: Any, head: nn.Module, file: Path) -> None:
         del layers[-1]
     if missing := {f"{place}.{name}" for name, _ in head.named_parameters()} - loaded:
         raise UnsupportedError(f"{file} lacks weights of {type(head).__name__}: {', '.join(sorted(missing))}")
-
-
-def is_of_head(name: str) -> bool:
-    """Return whether an attention layer of vLLM, by its name, is the head's."""
-    return name.startswith(f"{HEAD}.")

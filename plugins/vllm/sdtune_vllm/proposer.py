@@ -19,8 +19,8 @@ from vllm.v1.sample import rejection_sampler
 
 from decoding.draft_length import DraftDistribution
 from sdtune_vllm import problem
-from sdtune_vllm.blocks import Step, is_of_head, load_head, run, steps_of
-from sdtune_vllm.passes import Passes, built_for_draft, recorded_sizes
+from sdtune_vllm.blocks import Step, load_head, run, steps_of
+from sdtune_vllm.passes import Passes, recorded_sizes
 from sdtune_vllm.requests import DraftingRequests, Turn, wanting_passes
 from sdtune_vllm.sampling import mend
 from sdtune_vllm.settings import UnsupportedError, check, profile_of
@@ -63,8 +63,10 @@ class SelfDraft:
     def load_model(self, target: nn.Module) -> None:
         """Refer to the target's modules. Nothing is loaded but the head."""
         self._target = target
+        self._head: nn.Module | None = None
         self._steps: list[Step] = steps_of(target, self._draft) if self._draft.runs_model else []
-        self._head = None if self._head_file is None else load_head(target, self._config, self._head_file)
+        if self._head_file is not None:
+            self._head, self._head_name = load_head(target, self._config, self._head_file)
         logger.info("sdtune drafts by %s: %s", self._profile.name, self._draft.describe())
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
@@ -145,16 +147,9 @@ class SelfDraft:
             ]
 
     def _fill_head(self, runner: Any, size: int, states: Tensor, common: Any) -> None:
-        """Write the head's keys and values at the positions of the pass that has just run."""
+        """Write the head's keys and values at the positions of the last pass: without metadata, attention does no more."""
         head: Any = self._head
-        group, name = next(
-            (group, name)
-            for groups in runner.attn_groups
-            for group in groups
-            for name in group.layer_names
-            if is_of_head(name)
-        )
-        metadata, slots = {name: built_for_draft(group, common)}, {name: common.slot_mapping[:size]}
-        with set_forward_context(metadata, self._config, num_tokens=size, slot_mapping=slots):
+        slots = {self._head_name: common.slot_mapping[:size]}
+        with set_forward_context(None, self._config, num_tokens=size, slot_mapping=slots):
             given = head.input_layernorm(states[:size].contiguous())
             head.self_attn(positions=runner._get_positions(size), hidden_states=given)

@@ -19,9 +19,9 @@ from decoding.drafters.contract import Drafter
 from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafters.prompt_lookup import LookupFirst
 from decoding.drafts import EarlyExit, Lookup
+from decoding.exit_heads import new_exit_head
 from decoding.rounds import Generation
-from decoding.target import ExitHead, ExitView, Target
-from decoding.target.heads import new_exit_head
+from decoding.target import ExitView, Target
 from decoding.target.states import exit_logits, exit_states
 from decoding.text import Ending, TokenSequence
 from tests.support.families import (
@@ -154,7 +154,7 @@ def test_exits_of_a_batch_are_those_of_its_texts_alone() -> None:
                 target,
                 batch,
                 exit_states(target, batch, [NUM_LAYERS - 1])[0][NUM_LAYERS - 1],
-                ExitHead(target.blocks[-1]),
+                target.blocks[-1],
             )
             torch.testing.assert_close(whole, logits, rtol=1e-4, atol=1e-4)
 
@@ -166,7 +166,7 @@ def test_gradients_reach_the_head_and_nothing_else() -> None:
     with torch.no_grad():
         states, _ = exit_states(target, ids, [2])
     exit_logits(target, ids, states[2], head).square().mean().backward()
-    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.block.parameters())
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.parameters())
     assert all(parameter.grad is None for parameter in target.model.parameters())
 
 

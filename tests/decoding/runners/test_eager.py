@@ -8,9 +8,9 @@ import torch
 from decoding.decode import Request, autoregressive, speculative
 from decoding.draft_length import Fixed
 from decoding.drafters.early_exit import EarlyExitDrafter
+from decoding.exit_heads import new_exit_head
 from decoding.rounds import Generation
 from decoding.runners.contract import Inputs, Outputs
-from decoding.target.heads import new_exit_head
 from decoding.target.parts import ModelPart
 from decoding.text import Ending
 from tests.support.families import SUPPORTED, some_tokens, target_of

@@ -23,6 +23,7 @@ from decoding.drafters.build import build_drafter
 from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafts import Draft, LayerSkip, Lookup, SuffixDraft
 from decoding.errors import UnsupportedRunnerError
+from decoding.exit_heads import new_exit_head
 from decoding.losslessness import compare
 from decoding.profile import Decoding
 from decoding.rounds import Generation
@@ -34,7 +35,6 @@ from decoding.runners.masks import MaskKinds
 from decoding.runners.static import StaticRunner
 from decoding.runners.tape import Tapes
 from decoding.target import TappedView, Target
-from decoding.target.heads import new_exit_head
 from decoding.text import Ending, TokenSequence
 from tests.support.families import NUM_LAYERS, SUPPORTED, WINDOW, build, some_tokens, target_of
 from tests.support.generations import plain_text, write

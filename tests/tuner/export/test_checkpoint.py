@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from decoding.exit_heads import new_exit_head
 from decoding.target import Target
-from decoding.target.heads import new_exit_head
 from tests.support.families import SUPPORTED, build, some_tokens, target_of
 from tests.support.heads import untrained_head
 from tests.support.tiny import tiny_target

@@ -251,7 +251,7 @@ class TestStopping:
         for exit_layer in (2, 3):
             name = f"exit_head_{exit_layer}.safetensors"
             resumed, whole = (load_exit_head(Path(folder) / name, model, exit_layer) for folder in ("heads", "whole"))
-            for weight, other in zip(resumed.block.parameters(), whole.block.parameters(), strict=True):
+            for weight, other in zip(resumed.parameters(), whole.parameters(), strict=True):
                 assert weight.equal(other)
         stopped = [run for run in _runs(workplace) if run.info.status != "FINISHED"]
         assert not stopped

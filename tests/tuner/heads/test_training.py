@@ -15,9 +15,8 @@ from decoding.acceptance import Greedy
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.errors import DistillationError
-from decoding.exit_heads import ExitFigures
-from decoding.target import ExitHead, Target
-from decoding.target.heads import new_exit_head
+from decoding.exit_heads import ExitFigures, new_exit_head
+from decoding.target import Target
 from decoding.text import Ending
 from tests.support.families import build, some_tokens
 from tests.support.tiny import tiny_llama, tiny_target
@@ -64,7 +63,7 @@ def figures(
 
 
 def weights(run: Run, exit_layer: int) -> list[Tensor]:
-    return [weight.detach().clone() for weight in run.students[exit_layer].head.block.parameters()]
+    return [weight.detach().clone() for weight in run.students[exit_layer].head.parameters()]
 
 
 def same(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -175,7 +174,7 @@ class TestFigures:
     def test_an_exit_that_equals_the_model_has_perfect_figures(self) -> None:
         target = tiny_target()
         texts = generated_by(target)
-        found = figures(target, {5: ExitHead(target.blocks[-1]), 2: None}, texts, 5)
+        found = figures(target, {5: target.blocks[-1], 2: None}, texts, 5)
         assert found[5].agreement == 1.0
         assert found[5].acceptance == pytest.approx(1.0, abs=1e-4)
         assert 0.0 < found[2].acceptance < 1.0
@@ -246,11 +245,10 @@ class TestTraining:
         texts = generated_by(target)
         run = trained(target, texts, 2)
         student = run.students[2]
-        assert {weight.dtype for weight in student.head.block.parameters()} == {dtype}
+        assert {weight.dtype for weight in student.head.parameters()} == {dtype}
         assert {master.dtype for master in student.masters} == {torch.float32}
         assert any(
-            (master != weight).any()
-            for master, weight in zip(student.masters, student.head.block.parameters(), strict=True)
+            (master != weight).any() for master, weight in zip(student.masters, student.head.parameters(), strict=True)
         )
         before = figures(target, {2: None}, texts)[2]
         assert figures(target, {2: student.stored_head()}, texts)[2].acceptance > before.acceptance + 0.02

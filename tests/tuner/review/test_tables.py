@@ -33,8 +33,8 @@ def test_the_csv_has_a_line_for_each_trial_and_a_column_for_everything() -> None
     assert (rows[3]["repeat_of"], rows[4]["rule.gamma"]) == ("1", "0.2")
 
 
-def measured(*samples: PromptSample, label: str = "joint", number: int = 0) -> MeasuredCandidate:
-    made = MeasuredCandidate.of(record(number=number), label)
+def measured(*samples: PromptSample, study: str = "joint", number: int = 0) -> MeasuredCandidate:
+    made = MeasuredCandidate.of(record(number=number, study=study))
     return made.model_copy(update={"measurement": Measurement(samples=samples)})
 
 
@@ -76,7 +76,7 @@ def test_the_final_table_of_batches_says_so_and_counts_prompts() -> None:
 
 def test_a_rival_on_fewer_prompts_has_the_winners_figure_on_them() -> None:
     winner = measured(*measurement([1.2, 1.3, 1.4]).samples)
-    rival = measured(*measurement([1.1, 1.2]).samples, label="best ada_edl", number=1)
+    rival = measured(*measurement([1.1, 1.2]).samples, study="draft_length", number=1)
     assert "on 2 prompts, where the winner has 1.25" in " ".join(text_of(winner, rival).split())
 
 

@@ -95,7 +95,6 @@ def test_profile_with_a_head_is_used_and_the_search_resumes_with_its_heads(
     assert len(_records(workplace)) == 4
     assert "20 s of distilling exit heads" in " ".join(result.stdout.split()), "both were trained together"
     assert "ada_edl" not in {record.candidate.draft_length.rule for record in _records(workplace)}
-    assert "best ada_edl" not in result.stdout
 
     profile = DraftProfile.load("profile.yaml")
     assert isinstance(profile.draft, EarlyExit)
@@ -201,7 +200,6 @@ def test_when_drafting_nothing_is_best_the_profile_says_plain_decoding(
     assert not list(workplace.glob("*.safetensors"))
     tried = [(record.candidate.draft_length.rule, record.state) for record in _records(workplace)]
     assert tried[3] == ("ada_edl", TrialState.PRUNED)
-    assert "best ada_edl" in result.stdout, "given up early, and seen all the same"
 
 
 @pytest.mark.parametrize(

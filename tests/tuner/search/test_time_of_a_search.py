@@ -161,7 +161,7 @@ def test_bench_and_export_of_a_search_that_was_cut_use_prompts_that_it_never_saw
 
 def test_the_last_study_has_a_trial_even_if_its_share_is_too_short_for_one(run_timed: RunTimed) -> None:
     result, simulated, _ = run_timed(62, study=["conf_layers", "draft_length"])
-    assert "draft_length" in {each.label for each in result.rivals}
+    assert "draft_length" in {each.study for each in result.rivals}
     assert simulated.now <= 62 * TOLERANCE
 
 
