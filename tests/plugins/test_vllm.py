@@ -83,7 +83,7 @@ def test_the_state_of_a_rule_is_the_requests_own_until_it_ends() -> None:
     moved = known.begin("a", 0, [5, 7, 8], 1, 0, room=4).request.controller.threshold
     assert moved != start == turn.request.controller.threshold
     known.end(["a"])
-    assert known.num_known == 1
+    assert len(known._known) == 1
     assert known.begin("c", 0, [5], 0, 0, room=4).request.controller.threshold == moved
 
 

@@ -21,7 +21,7 @@ from decoding.draft_length import DraftDistribution
 from sdtune_vllm import problem
 from sdtune_vllm.blocks import Step, load_head, run, steps_of
 from sdtune_vllm.passes import Passes, recorded_sizes
-from sdtune_vllm.requests import DraftingRequests, Turn, wanting_passes
+from sdtune_vllm.requests import DraftingRequests, Turn
 from sdtune_vllm.sampling import mend
 from sdtune_vllm.settings import UnsupportedError, check, profile_of
 
@@ -97,7 +97,7 @@ class SelfDraft:
             rooms.append(room)
             text = batch.token_ids_cpu[row, :length]
             turns.append(self._requests.begin(name, row, text, verified, len(tokens) - 1, room))
-        self._write(runner, list(wanting_passes(turns)))
+        self._write(runner, [turn for turn in turns if len(turn.tokens) < turn.most])
         is_uniform = self._prefers_uniform(len(turns)) and len(turns) == len(sampled) and min(rooms) == self._most
         drafts = self._requests.drafts(turns, self._most if is_uniform else None)
         return [drafts.get(row, []) for row in range(len(sampled))]

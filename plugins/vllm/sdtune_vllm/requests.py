@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from decoding.draft_length import Controller, Decision, DraftDistribution, DraftLengthRule
@@ -21,10 +21,6 @@ class DraftingRequest:
     """True if the rule steered the latest draft: a lookup before the draft is none of its business."""
     num_drafted: int = 0
     """Tokens of the latest draft, without padding."""
-
-    def read(self, text: Sequence[int]) -> None:
-        """Take over the tokens that the request has got since the last call."""
-        self.token_ids.extend(map(int, text[len(self.token_ids) :]))
 
 
 @dataclass
@@ -55,10 +51,6 @@ class DraftingRequests:
         self._copies: CopySettings | None = draft if isinstance(draft, CopySettings) else self._first
         self._known: dict[str, DraftingRequest] = {}
 
-    @property
-    def num_known(self) -> int:
-        return len(self._known)
-
     def begin(self, name: str, row: int, text: Sequence[int], verified: int, accepted: int, room: int) -> Turn:
         """Tell a request what became of its draft, and begin the next one, of at most `room` tokens; it may be complete.
 
@@ -73,7 +65,7 @@ class DraftingRequests:
         if request.is_steered:
             verified = min(verified, request.num_drafted)
             request.controller.observe(verified, min(accepted, verified))
-        request.read(text)
+        request.token_ids.extend(map(int, text[len(request.token_ids) :]))
         if room <= 0:
             request.is_steered = False
             return Turn(row, request, 0)
@@ -111,7 +103,3 @@ class DraftingRequests:
             request = self._known.pop(name, None)
             if request is not None and self._rule.persistent:
                 self._rule = request.controller.adapted_rule() or self._rule
-
-
-def wanting_passes(turns: Sequence[Turn]) -> Iterator[Turn]:
-    return (turn for turn in turns if len(turn.tokens) < turn.most)
