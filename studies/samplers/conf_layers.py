@@ -11,7 +11,7 @@ Differences from that code, each for a reason:
 * Windows come from continuations that were decoded before the search. Theirs come from the sequence being decoded, so the search
   belongs to one request and never resumes.
 * A set that is too small is selected again from the same confidences; theirs are read anew, one round later.
-* Drafts are chains. Theirs have 2 to 9 candidates at each depth, which did not pay in any measurement of ours.
+* Drafts are chains. Theirs have 2 to 9 candidates at each depth, which no measurement of ours showed to pay.
 """
 
 from __future__ import annotations

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 EXPORT = "export"
 GROUPS = 4
 """Groups of requests side by side, at least, on which settings are chosen."""
-
-
 MEASURED = "measured.jsonl"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from decoding.draft_length import RULES, CostAwareRule
@@ -14,6 +13,8 @@ from tuner.errors import ExportError
 from tuner.export.engines.contract import Engine, command, script
 from tuner.export.plan import NgramSettings, Plan
 
+NATIVE_RULES = tuple(name for name, rule in RULES.items() if not issubclass(rule, CostAwareRule))
+"""Draft-length rules that need no costs, which nothing measures in vLLM."""
 OTHER_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
 """Parts of a path by which vLLM takes a draft model for one of another method, whatever `method` says (0.32 and 0.33)."""
 SUFFIX = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
@@ -91,7 +92,7 @@ class Vllm(Engine):
 
     def files(self, plan: Plan) -> dict[str, str]:
         launch = command(
-            f"exec vllm serve {quote(plan.model)}",
+            f"exec vllm serve {shlex.quote(plan.model)}",
             f"--dtype {plan.dtype}",
             '--speculative-config "$(cat speculative_config.json)"',
             '"$@"',
@@ -121,10 +122,6 @@ def _copies(lookup: NgramSettings) -> dict[str, Any]:
         "suffix_decoding_max_spec_factor": automaton.max_spec_factor,
         "suffix_decoding_min_token_prob": automaton.min_token_prob,
     }
-
-
-NATIVE_RULES = tuple(name for name, rule in RULES.items() if not issubclass(rule, CostAwareRule))
-"""Draft-length rules that need no costs, which nothing measures in vLLM."""
 
 
 def native_flags(profile: DraftProfile, path: Path) -> tuple[str, ...] | None:
