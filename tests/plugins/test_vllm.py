@@ -116,7 +116,7 @@ def engine(**changes: Any) -> Any:
     """Return a configuration of vLLM, as far as the plugin reads it."""
     model = {"architectures": ["LlamaForCausalLM"], "hf_text_config": SimpleNamespace(num_hidden_layers=6)}
     model |= {"is_hybrid": False, "has_inner_state": False, "is_multimodal_model": False}
-    parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "use_ubatching": False}
     own = {"lora_config": None, "kv_transfer_config": None, "additional_config": {}}
     own |= {"compilation_config": SimpleNamespace(cudagraph_mode=Mode.FULL_AND_PIECEWISE)}
     return SimpleNamespace(
@@ -130,6 +130,7 @@ def engine(**changes: Any) -> Any:
     ("changes", "draft", "words"),
     [
         ({"parallel": {"tensor_parallel_size": 2}}, SKIP, "has to be on one device"),
+        ({"parallel": {"use_ubatching": True}}, SKIP, "batches in halves"),
         ({"lora_config": object()}, SKIP, "serve the merged model"),
         ({"kv_transfer_config": object()}, SKIP, "come from elsewhere"),
         ({"compilation_config": SimpleNamespace(cudagraph_mode=Mode.FULL)}, SKIP, "vLLM itself wrote wrong texts"),
@@ -237,7 +238,7 @@ def test_other_methods_of_the_engine_run_as_before() -> None:
     assert (mine.use_aux_hidden_state_outputs, other.use_aux_hidden_state_outputs) == (True, False)
     assert (mine._input_fits_in_drafter("meta"), other._input_fits_in_drafter("meta")) == (True, False)
     given = ("scheduled", "sampled", "metadata", "hidden", "sample", "states", "spec", "common", "slots")
-    assert mine.propose_draft_token_ids(*given) == ("ours", ("states", "common"))
+    assert mine.propose_draft_token_ids(*given) == ("ours", ("states", "slots"))
     assert other.propose_draft_token_ids(*given) == "theirs"
     assert (mine.capture_model(), other.capture_model()) == (1, 1)
     assert (ours.recorded, theirs.recorded) == ([mine], [])

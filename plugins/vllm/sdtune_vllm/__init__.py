@@ -107,7 +107,7 @@ def _hand_over(runner: Any) -> None:
             return own_propose(self, scheduler_output, sampled_token_ids, *rest)
         given = dict(zip(PROPOSING[3:], rest, strict=True))
         return self.drafter.draft(
-            self, scheduler_output, sampled_token_ids, given["aux_hidden_states"], given["common_attn_metadata"]
+            self, scheduler_output, sampled_token_ids, given["aux_hidden_states"], given["slot_mappings"]
         )
 
     def _input_fits_in_drafter(self: Any, common_attn_metadata: Any) -> bool:

@@ -76,7 +76,7 @@ def run(target: nn.Module, steps: list[Step], head: nn.Module | None, tokens: Te
 
 
 def load_head(target: nn.Module, config: Any, file: Path) -> tuple[nn.Module, str]:
-    """Return the exit head, a block of the model's class, and the name of its attention, which has keys and values of its own."""
+    """Return the exit head, a block like the last one, and the name of its attention, which has keys and values of its own."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
     from vllm.model_executor.models.interfaces import supports_eagle3
@@ -85,7 +85,7 @@ def load_head(target: nn.Module, config: Any, file: Path) -> tuple[nn.Module, st
     if not supports_eagle3(target):
         raise UnsupportedError(f"{type(target).__name__} does not hand over the states that an exit head reads in vLLM")
     layers: Any = target.model.layers  # type: ignore[union-attr]
-    kind, prefix = type(layers[0]), f"{HEAD}.layers.{len(layers)}"
+    kind, prefix = type(layers[-1]), f"{HEAD}.layers.{len(layers) - 1}"
     known = {
         "vllm_config": config,
         "config": config.model_config.hf_text_config,

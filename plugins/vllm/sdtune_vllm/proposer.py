@@ -8,7 +8,7 @@ greedy, and are verified as those of vLLM's n-grams are: sampling keeps the targ
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -75,13 +75,21 @@ class SelfDraft:
 
     @torch.inference_mode()
     def draft(
-        self, runner: Any, scheduled: Any, sampled: Sequence[list[int]], states: list[Tensor] | None, common: Any
+        self,
+        runner: Any,
+        scheduled: Any,
+        sampled: Sequence[list[int]],
+        states: list[Tensor] | None,
+        slots: Mapping[str, Tensor],
     ) -> list[list[int]]:
-        """Return the drafts of each row of the batch; lists differ in length, and may be empty."""
+        """Return the drafts of each row of the batch; lists differ in length, and may be empty.
+
+        `slots` of the last pass are by attention layer: layers of different groups have blocks of their own.
+        """
         self._requests.end(scheduled.finished_req_ids)
         if self._head is not None:
             assert states is not None, "asked for when the runner was made"
-            self._fill_head(runner, scheduled.total_num_scheduled_tokens, states[0], common)
+            self._fill_head(runner, scheduled.total_num_scheduled_tokens, states[0], slots)
         batch, turns, rooms = runner.input_batch, list[Turn](), [self._most]
         asked = getattr(scheduled, "num_spec_tokens_to_schedule", None)  # less than usual by a schedule of batch sizes
         most = self._most if asked is None else min(self._most, asked)
@@ -146,10 +154,10 @@ class SelfDraft:
                 if all(turn.take(token, DraftDistribution.of(top, uncertainty)) for token, top, uncertainty in row)
             ]
 
-    def _fill_head(self, runner: Any, size: int, states: Tensor, common: Any) -> None:
+    def _fill_head(self, runner: Any, size: int, states: Tensor, slots: Mapping[str, Tensor]) -> None:
         """Write the head's keys and values at the positions of the last pass: without metadata, attention does no more."""
         head: Any = self._head
-        slots = {self._head_name: common.slot_mapping[:size]}
-        with set_forward_context(None, self._config, num_tokens=size, slot_mapping=slots):
+        own = {self._head_name: slots[self._head_name][:size]}
+        with set_forward_context(None, self._config, num_tokens=size, slot_mapping=own):
             given = head.input_layernorm(states[:size].contiguous())
             head.self_attn(positions=runner._get_positions(size), hidden_states=given)

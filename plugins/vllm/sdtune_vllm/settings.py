@@ -42,6 +42,8 @@ def _of_engine(config: Any) -> Any:
     parallel, model = config.parallel_config, config.model_config
     if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
         yield "the model has to be on one device: tensor and pipeline parallel engines were not run with this plugin"
+    if parallel.use_ubatching:
+        yield "batches in halves (DBO) were not run with this plugin"
     if config.lora_config is not None:
         yield "LoRA changes the layers that draft: serve the merged model"
     if config.kv_transfer_config is not None:
